@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness.base.whole_file import write_whole
 from harness.core.job import GIB
-from harness.devices import budgets, machine, tf32
+from harness.devices import budgets, machine, process_memory, tf32
 from harness.devices.streams import Device
 from methods.streaming.placement.calibrate import median_seconds
 
@@ -91,10 +91,12 @@ def pinning(device: str) -> dict[str, Any]:
     size = PINNED_BYTES[device]
 
     def taken(take: Callable[[], Any]) -> dict[str, Any]:
-        before, started = budgets.process_bytes(), time.perf_counter()
+        before, started = process_memory.process_bytes(), time.perf_counter()
         kept = take()
         found: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 3)}
-        grown = {name: (now - before.get(name, 0)) // 2**20 for name, now in budgets.process_bytes().items()}
+        grown = {
+            name: (now - before.get(name, 0)) // 2**20 for name, now in process_memory.process_bytes().items()
+        }
         del kept
         return found | {name: mib for name, mib in grown.items() if mib > 0}
 

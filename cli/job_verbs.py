@@ -26,13 +26,14 @@ from cli.options import FILE, FOLDER, Duration, check_writable
 from harness.base.console import print_table
 from harness.base.whole_file import check_new, check_replaceable
 from harness.core.job import Budget, Job, Room
-from harness.devices import budgets, machine, named_machines
+from harness.devices import named_machines
+from harness.devices.room import check_budget, host_bytes_at, less_imports, room_within
 from harness.jobs import size_axis, verdict_table
 from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
-from harness.plan import memories
 from harness.plan.fit import Planned, resolve
+from harness.plan.training_place import memories_text
 from harness.run import timeline
 from harness.run.place import Place, no_draft
 
@@ -96,7 +97,7 @@ def plan(exact: bool, **words: Any) -> None:
     asked = Budget(words["device_memory"], words["host_memory"])
     is_elsewhere = bool(name) and not words["scale"]
     if is_elsewhere:
-        host = memories.host_bytes(name, asked)
+        host = host_bytes_at(named_machines.load(name), asked)
         jobs = [
             dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs
         ]
@@ -115,10 +116,10 @@ def plan(exact: bool, **words: Any) -> None:
     if all("error" in row for row in found):
         raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
     if not words["scale"]:
-        room = machine.room(jobs[0].budget, jobs[0].device)
+        room = room_within(jobs[0].budget, jobs[0].device)
         several = max(job.options.get("num_devices", 1) for job in jobs)
-        fills = room if is_elsewhere else budgets.less_reserve(room, jobs[0].budget, jobs[0].device, several)
-        print(memories.told(name, asked, fills, jobs[0].device))
+        fills = room if is_elsewhere else less_imports(room, jobs[0].budget, jobs[0].device, several)
+        print(memories_text(name, asked, fills, jobs[0].device))
     plan_table.show(found, exact)
     if published:
         plan_table.show_published(published)
@@ -179,7 +180,7 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
     parts = size_axis.parts_of(words["micro_batches"], words["world_size"] or 1)
     least = {"num_layers": 1, "batch_size": parts, "seq_len": max(words["seq_len"])}[grows]
     jobs = make_jobs({**words, grows: [least]}, folders)
-    budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
+    check_budget(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     check_files(jobs[0].workload)
     with reporter(words["as_json"]) as report:
         runs = Sweep(words["results"], folders, report, words["rerun"], probe=probe)
@@ -280,7 +281,7 @@ def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
         raise ValueError(left_out[0])
     jobs = [planned.job for planned in plans]
     if words["on"] == "local":
-        budgets.check(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
+        check_budget(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     if words.get("trace"):
         if len(asked) > 1 or words["on"] != "local":
             raise ValueError("--trace needs a single run on this machine: one method, one size, no --on")

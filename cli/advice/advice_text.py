@@ -33,7 +33,7 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
         if model
         else f"{size} ({counted(load.num_layers, 'layer')} of {load.hidden_size})"
     )
-    sizes = {"device": place.asked.device_bytes, "host": room.host_bytes}
+    sizes = {"device": place.budget.device_bytes, "host": room.host_bytes}
     told = " and ".join(f"{gib(size)} of {memory}" for memory, size in sizes.items() if size)
     memories = f" with {told} memory" if told else ""
     where = f"{place.name or place.about.replace('this machine: ', 'this ')}{memories}"
@@ -74,7 +74,7 @@ def _chosen_job(place: TrainingPlace, made: Decision) -> Job:
         {"disk": row["options"]["disk"]} if row["disk"] and "disk" in row["options"] else {}
     )
     load = replace(made.workload, batch_size=row["batch_size"], micro_batches=row["micro_batches"])
-    return Job(row["method"], load, options, place.asked, usual_device(place.asked))
+    return Job(row["method"], load, options, place.budget, usual_device(place.budget))
 
 
 def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str:
@@ -113,7 +113,7 @@ def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
         batch_size=deepest["batch_size"],
         micro_batches=deepest["micro_batches"],
     )
-    job = Job(deepest["method"], least, deepest["asked"], place.asked, usual_device(place.asked))
+    job = Job(deepest["method"], least, deepest["asked"], place.budget, usual_device(place.budget))
     call = command(job, is_short=True)
     return {HERE: call} if place.name is None else {f"on {place.name}": call, HERE: _plan(place, call)}
 

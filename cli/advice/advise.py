@@ -19,9 +19,8 @@ from harness.core import method
 from harness.core.job import Budget
 from harness.core.record import records_of
 from harness.devices import machine, named_machines
-from harness.plan import memories
 from harness.plan.advise import SEARCHED, Advice
-from harness.plan.training_place import named_place, this_place
+from harness.plan.training_place import memories_text, named_place, this_place
 
 CHOSEN = {  # by option whose value `advise` chooses: the text that --help shows as its default
     "batch_size": "the fastest that fits",
@@ -113,7 +112,7 @@ def advise(
         "cost": cost(place, made, folders),
         "why": reasons(place, made, folders),
         "changes": [remedy._asdict() | {"text": remedy_text(remedy)} for remedy in remedies],
-        "memories": memories.told(place.name, asked, room, place.device),
+        "memories": memories_text(place.name, asked, room, place.device),
         "caution": "" if place.name else machine.caution(place.device, made.workload),
     }
     if as_json:

@@ -14,7 +14,8 @@ from harness.base.console import print_table
 from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import MEMORIES, STATE_KINDS, Job, Room, gib
-from harness.devices import budgets, machine
+from harness.devices import machine
+from harness.devices.room import room_of
 from harness.plan.fit import largest, resolve
 from harness.plan.step import least_seconds
 from papers import laws as published_laws
@@ -39,7 +40,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
         # of its own, which needs no more memory.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
         there = dataclasses.replace(job, workload=kept)
-        room = machine.rank_room(there) if page_locks else budgets.plan_room(there)
+        room = room_of(there, counts_imports=False) if page_locks else room_of(there)
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
         resolved, plan, shortfall = resolve(job, folders, room)
     except ValueError as error:

@@ -15,7 +15,7 @@ from cli import options
 from cli.doctor import measure
 from harness.core.job import Budget, Workload
 from harness.core.rates import facts_of
-from harness.devices import machine
+from harness.devices import cuda_budget, machine
 from harness.devices.named_machines import plain
 from harness.plan.training_place import this_place
 
@@ -46,7 +46,7 @@ def rates(name: str | None, results: Path, **sizes: Any) -> None:
     gpu = machine.gpu()
     entry = {
         "about": f"Measured there by ./run.sh rates: {place.about.removeprefix('this machine: ')}",
-        "device_memory": f"{(gpu['gpu_bytes'] - machine.context_bytes()) // MIB}MiB",
+        "device_memory": f"{(gpu['gpu_bytes'] - cuda_budget.context_bytes()) // MIB}MiB",
         "host_memory": f"{machine.host_bytes() // MIB}MiB",
         "facts": {"precision": workload.dtype, **facts_of(found)},
     }

@@ -9,6 +9,12 @@ import os
 import psutil
 
 from harness.base import cgroup
+from harness.core.job import Workload
+
+# If a layer's forward pass on one sample takes fewer FLOPs than this, only one thread computes. For so little work a
+# second thread gains nothing; beside other work, two threads, which wait busily for each other, took up to 25 times as
+# long (results/LOG.md). The number is for a sample, not for a batch, so that the batch's size does not change results.
+FLOPS_FOR_THREADS = 1e8
 
 
 def available_cores() -> int:
@@ -21,6 +27,11 @@ def available_cores() -> int:
 def has_quota() -> bool:
     """True if a quota lets this process keep fewer cores busy than it may run on, for which torch does not look."""
     return available_cores() < _num_allowed()
+
+
+def is_small(workload: Workload) -> bool:
+    """True if a CPU should compute this workload's layers with one thread (see FLOPS_FOR_THREADS)."""
+    return workload.layer_flops / workload.batch_size < FLOPS_FOR_THREADS
 
 
 def use_cores(number: int) -> None:

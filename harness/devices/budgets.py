@@ -10,120 +10,22 @@ children. On sim, which counts host tensors itself, RLIMIT_DATA is far above the
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import json
-import os
 import resource
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from harness.base.checkout import ROOT
-from harness.base.child_process import ask
-from harness.base.whole_file import write_whole
-from harness.core.job import Budget, Job, Room, gib
+from harness.core.job import Job
 from harness.devices import cuda_budget, machine, sim
+from harness.devices.process_memory import process_bytes
 
 MIB = 2**20
-# file that caches baseline_bytes() by device, machine and packages
-BASELINES = ROOT / ".venv" / "baselines.json"
-PROCESSES = Path("/proc")
-LEAST_ROOM_BYTES = 64 * MIB
-# The reserve of a CPU's host budget, for fragments of the C library's heap, in which all tensors of a CPU below 32 MiB
-# lie: runs of the reference took 5 to 39 % more than their plans. On a GPU the host's tensors are few and large.
-HEAP_PARTS = 3
-# Bytes that the imports and the context of a process on a GPU take of the host where no GPU is here to measure them, as
-# in a call that submits jobs to other machines: an upper estimate, not measured.
-CUDA_BASELINE_BYTES = 2048 * MIB
 STACK_BYTES = MIB  # of a thread of Python in a process with a host budget; the system's default is 8 MiB
 AGENT_BYTES = 256 * MIB  # bytes of the agent that starts several ranks; the memory group counts them, too
 # The memory group's limit is above the budget by WALL_BYTES and by WALL_SHARE of the budget, because page tables,
 # kernel stacks and code pages count in the group, too.
 WALL_BYTES, WALL_SHARE = 32 * MIB, 1 / 256
-
-
-def check(budget: Budget, device: str, world_size: int = 1) -> None:
-    """Raise ValueError, one line, if a budget exceeds the machine's memory, or if the host's budget is too small for
-    the imports of `world_size` ranks."""
-    there = machine.room(Budget(), device)
-    if device == "cuda":
-        there = dataclasses.replace(there, device_bytes=machine.gpu()["gpu_bytes"])
-        check_device(budget.device_bytes, world_size)
-    if device == "sim":  # sim's device memory lies in the host's memory
-        there = Room(machine.host_bytes(), machine.host_bytes())
-    for name, option in (("device_bytes", "--device-memory"), ("host_bytes", "--host-memory")):
-        asked, most = getattr(budget, name), getattr(there, name)
-        if asked and most and asked > most:
-            raise ValueError(
-                f"expected {option} of at most {most // MIB}MiB on this machine, got {gib(asked)}"
-            )
-    if budget.host_bytes and device in ("cpu", "cuda"):
-        least = (baseline_bytes(device) + LEAST_ROOM_BYTES) * world_size
-        if budget.host_bytes < least:
-            each = " a rank" if world_size > 1 else ""
-            raise ValueError(
-                f"--host-memory {gib(budget.host_bytes)} is too little: torch's imports alone take"
-                f" {gib(baseline_bytes(device))}{each} here; the smallest budget is {-(-least // MIB)}MiB"
-            )
-
-
-def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
-    """Raise ValueError if the budget of a GPU leaves plans less than LEAST_TENSOR_BYTES after the driver's context and
-    the reserve are subtracted. `budget_bytes`: None if there is no budget, and then nothing is raised."""
-    context = machine.context_bytes(num_ranks)
-    least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
-    if budget_bytes is not None and budget_bytes < least:
-        raise ValueError(
-            f"expected --device-memory of at least {-(-least // MIB)}MiB, because the GPU's context takes"
-            f" {gib(context)}, got {gib(budget_bytes)}"
-        )
-
-
-@functools.cache
-def baseline_bytes(device: str) -> int:
-    """Return the bytes of anonymous memory of a process that has a worker's imports but does not train. If they cannot
-    be measured, return 0 or, on CUDA, CUDA_BASELINE_BYTES. The number is measured once for each device, machine and set
-    of packages and kept in BASELINES, because making a GPU's context takes seconds."""
-    about, kept = json.dumps([device, machine.checked()]), dict[str, int]()
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
-    if about not in kept:
-        with contextlib.suppress(ValueError):  # torch is missing; the run's record will tell that
-            kept[about] = ask("harness.devices.budgets", device)
-            with contextlib.suppress(OSError):
-                # .venv may belong to another user; then the next process measures again
-                BASELINES.parent.mkdir(exist_ok=True)
-                write_whole(BASELINES, json.dumps(kept, indent=1))
-    return kept.get(about, CUDA_BASELINE_BYTES if device == "cuda" else 0)
-
-
-def plan_room(job: Job) -> Room:
-    """Return the room that the plan of each of the job's ranks fills: machine.rank_room() less_reserve()."""
-    return less_reserve(machine.rank_room(job), job.budget, job.device, job.options.get("num_devices", 1))
-
-
-def less_reserve(room: Room, asked: Budget, device: str, num_devices: int = 1) -> Room:
-    """Return a rank's room without what its processes take of a host budget and plans do not count: imports and, on a
-    CPU, 1/HEAP_PARTS of the rest for fragments. Beside the process that leads several devices, their processes share
-    imports of their own; on GPUs each process also has a context. The room stays as it is if no host budget was asked
-    for, and on sim, whose host budget counts tensors alone."""
-    if not reserve_text(asked, device) or room.host_bytes is None:
-        return room
-    times = 1 if num_devices == 1 else 2 if device == "cpu" else 1 + num_devices
-    left = room.host_bytes - baseline_bytes(device) * times
-    return dataclasses.replace(
-        room, host_bytes=max(1, left - left // HEAP_PARTS if device == "cpu" else left)
-    )
-
-
-def reserve_text(asked: Budget, device: str) -> str:
-    """Return what less_reserve() subtracts, as text; empty if it subtracts nothing."""
-    if asked.host_bytes is None or device not in ("cpu", "cuda"):
-        return ""
-    return "less a reserve" if device == "cpu" else "less imports"
 
 
 def enforce(job: Job) -> dict[str, str]:
@@ -239,7 +141,7 @@ def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
     before = machine.gpu_free_bytes()
     square = torch.ones(16, 16, device="cuda")
     square @ square
-    planned, context = machine.context_bytes(num_ranks), context_since(before)
+    planned, context = cuda_budget.context_bytes(num_ranks), context_since(before)
     found = {
         "device_allocator": machine.allocator_settings() or "default settings",
         "device_context": f"{planned} bytes planned, {'not' if context is None else context} measured",
@@ -276,7 +178,7 @@ def capped(device: Any, budget_bytes: int | None) -> Iterator[None]:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     before = torch.cuda.get_per_process_memory_fraction(index)
-    cap_allocator(budget_bytes, machine.context_bytes(), index)
+    cap_allocator(budget_bytes, cuda_budget.context_bytes(), index)
     try:
         yield
     finally:
@@ -325,32 +227,3 @@ def limit_of_the_call() -> str:
     limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
     found = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
     return ", ".join(found)
-
-
-def process_bytes(pid: int | None = None) -> dict[str, int]:
-    """Return the memory of a process in bytes, by the kernel's names, such as RssAnon and VmData. `pid`: number of the
-    process; None: this process. Names that the kernel does not tell are left out."""
-    with contextlib.suppress(OSError):
-        lines = (PROCESSES / str(pid or os.getpid()) / "status").read_text().splitlines()
-        return {
-            line.split(":")[0]: int(line.split()[1]) * 1024
-            for line in lines
-            if line.startswith(("Rss", "VmData"))
-        }
-    return {}
-
-
-def main() -> None:
-    """Entry point for child_process.ask(): read a device's name, and print the anonymous memory of this process in
-    bytes. An optimizer is made first, because a process's first optimizer imports modules half as large as torch, and a
-    matrix product, for which a GPU's libraries take host memory."""
-    import torch
-
-    square = torch.ones(16, 16, device=json.load(sys.stdin))
-    torch.optim.AdamW([square], fused=True)
-    square @ square
-    print(process_bytes().get("RssAnon", 0))
-
-
-if __name__ == "__main__":
-    main()

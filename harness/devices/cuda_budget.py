@@ -10,6 +10,8 @@ fragments.
 
 from __future__ import annotations
 
+from harness.devices import machine
+
 # An upper estimate of the context's bytes, not measured. It is used on machines without a calibration.
 CONTEXT_BYTES = 768 * 2**20
 # The reserve, not measured: RESERVE_BYTES for workspaces, and 1/RESERVE_PARTS of the remaining bytes for rounding and
@@ -21,6 +23,15 @@ LEAST_TENSOR_BYTES = 256 * 2**20
 # If a process leads the processes of several GPUs: the bytes that the leading process takes on the first GPU for its
 # context, a workspace of cuBLAS and the tokens of the batches; not measured.
 LEADING_BYTES = CONTEXT_BYTES + 64 * 2**20
+
+
+def context_bytes(num_ranks: int = 1) -> int:
+    """Return the bytes of a CUDA context: the device memory that a process takes outside torch's allocator. This
+    machine's calibrations measure this number; without a calibration it is an upper estimate. If there are several
+    ranks, the bytes of NCCL's communicators are added."""
+    measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in machine.calibrations()]
+    alone = max(measured, default=0) or CONTEXT_BYTES
+    return alone + (COMMUNICATORS_BYTES if num_ranks > 1 else 0)
 
 
 def allocator_bytes(budget_bytes: int, context_bytes: int = CONTEXT_BYTES) -> int:

@@ -1,4 +1,4 @@
-"""Facts of this machine and its software, and the memory and rates that a run may use. This file imports no torch."""
+"""Facts of this machine and its software, and its measured rates. This file imports no torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from harness.base.checkout import ROOT
 from harness.base.counted import counted
 from harness.base.whole_file import write_whole
 from harness.core import cpu_cores
-from harness.core.job import Budget, Job, Room, Workload, gib
+from harness.core.job import Job, Workload
 from harness.core.rates import Rates
-from harness.devices import cuda_budget
 
 # this machine's measured rates, written by `doctor --calibrate`
 CALIBRATION = ROOT / "results" / "calibration.json"
@@ -84,10 +83,6 @@ KERNEL_VARIABLES = (
     "NCCL_MAX_NCHANNELS",
     "NCCL_MIN_NCHANNELS",
 )
-# If a layer's forward pass on one sample takes fewer FLOPs than this, only one thread computes. For so little work a
-# second thread gains nothing; beside other work, two threads, which wait busily for each other, took up to 25 times as
-# long (results/LOG.md). The number is for a sample, not for a batch, so that the batch's size does not change results.
-FLOPS_FOR_THREADS = 1e8
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 
@@ -228,22 +223,6 @@ def surroundings(device: str, number: int = 1) -> dict[str, Any]:
     return found
 
 
-def warnings_beside(job: Job, found: dict[str, Any]) -> list[str]:
-    """Return warnings for people about what uses the job's GPUs beside it. `found`: the machine's surroundings(), which
-    list no displays; these only take free memory."""
-    others = found.get("foreign_processes", ())
-    told = [f"process {other['pid']} is on GPU {other['gpu']}, too: on record" for other in others]
-    whole, free = gpu().get("gpu_bytes"), gpu_free_bytes()
-    if job.device == "cuda" and whole and free is not None:
-        may_fill = job.budget.device_bytes or whole - cuda_budget.RESERVE_BYTES
-        if free < may_fill:
-            told.append(
-                f"{gib(free)} of the GPU's {gib(whole)} are free: a run that fills more ends out of memory; try"
-                f" --device-memory {free // 2**20}MiB"
-            )
-    return told
-
-
 def has_bf16() -> bool:
     """True if the first GPU that this process may use computes in bf16: if its compute capability is 8.0 or higher. If
     the driver does not tell the capability, return True."""
@@ -335,78 +314,6 @@ def _cuda_of_torch() -> int | None:
     return None
 
 
-def room(asked: Budget, device: str, workload: Workload | None = None, num_ranks: int = 1) -> Room:
-    """Return the bytes that the plan of each rank may fill if `num_ranks` ranks share this machine.
-
-    A memory's bytes are those of the budget `asked` or, if it sets no limit, those of the machine. A GPU's bytes leave
-    out the context and the reserve. Without a budget device_bytes is None on a CPU, which has no device memory, and on
-    CUDA if this machine has no GPU, because it submits jobs to others. On sim a memory without a budget has no limit.
-    If the workload has dropout and computes on a CPU, dropout_bytes() are subtracted. The rates are the budget's or, if
-    it has none, those calibrated for this workload.
-    """
-    device_bytes = asked.device_bytes
-    if device_bytes is None and device == "cuda":
-        device_bytes = gpu().get("gpu_bytes")
-    if device_bytes is not None and device == "cuda":
-        device_bytes = cuda_budget.tensor_bytes(device_bytes, context_bytes(num_ranks))
-    most = asked.host_bytes or (None if device == "sim" else host_bytes())
-    if device != "cuda" and workload and workload.dropout:
-        if device_bytes is None:
-            most = most and max(1, most - dropout_bytes(workload))
-        else:
-            device_bytes = max(1, device_bytes - dropout_bytes(workload))
-    known = asked.rates or (rates(device, workload) if workload else None)
-    if known and asked.link_bytes_per_second:
-        link = asked.link_bytes_per_second
-        known = dataclasses.replace(known, inbound_bytes_per_second=link, outbound_bytes_per_second=link)
-    return Room(
-        device_bytes, most and most // num_ranks, asked.disk_bytes, known, page_locks=device == "cuda"
-    )
-
-
-def device_limit_bytes(job: Job) -> int | None:
-    """Return the most bytes that torch's allocator may reserve of a device for the job: the budget or, on a GPU, the
-    budget less the context; without a budget the bytes of the GPU. None: no limit."""
-    asked = job.budget.device_bytes
-    if job.device != "cuda":
-        return asked
-    return (
-        cuda_budget.allocator_bytes(asked, context_bytes(job.world_size)) if asked else gpu().get("gpu_bytes")
-    )
-
-
-def dropout_bytes(workload: Workload) -> int:
-    """Return the most bytes that a layer's backward pass takes for dropout on a CPU, where no fused kernel computes
-    attention with dropout. Rehearsals found at most 14 bytes for each pair of tokens and each head, plus three times
-    the bytes of the layer's input."""
-    pairs = workload.batch_size * workload.num_heads * workload.seq_len**2
-    return 14 * pairs + 3 * workload.boundary_bytes
-
-
-def context_bytes(num_ranks: int = 1) -> int:
-    """Return the bytes of a CUDA context: the device memory that a process takes outside torch's allocator. This
-    machine's calibrations measure this number; without a calibration it is an upper estimate. If there are several
-    ranks, the bytes of NCCL's communicators are added."""
-    measured = [entry.get("measured", {}).get("context_bytes", 0) for entry in calibrations()]
-    alone = max(measured, default=0) or cuda_budget.CONTEXT_BYTES
-    return alone + (cuda_budget.COMMUNICATORS_BYTES if num_ranks > 1 else 0)
-
-
-def rank_room(job: Job) -> Room:
-    """Return the room that the plan of each of the job's ranks has if all ranks are on this machine. Raises ValueError
-    if the job asks for several ranks or devices on sim."""
-    if job.world_size > 1 and job.device == "sim":
-        raise ValueError(
-            "--ranks: expected 1 on sim (--device-memory on a CPU); leave --ranks or --device-memory out"
-        )
-    if job.options.get("num_devices", 1) > 1 and job.device == "sim":
-        raise ValueError(
-            "sim (--device-memory on a CPU) is one device: leave --devices out, or add --device cpu, whose devices are"
-            " processes (plans keep to the budget; nothing enforces it)"
-        )
-    return room(job.budget, job.device, job.workload, job.world_size)
-
-
 def rates(device: str, workload: Workload) -> Rates | None:
     """Return the rates of the calibration whose size is nearest to this workload's, on this device and in this dtype;
     None if there is no such calibration. The device sim has the CPU's rates."""
@@ -459,11 +366,6 @@ def keep_calibration(entry: dict[str, Any]) -> None:
     text = json.dumps({"machine": _calibrated_facts(), "entries": [*others, entry]}, indent=1)
     CALIBRATION.parent.mkdir(parents=True, exist_ok=True)
     write_whole(CALIBRATION, text)
-
-
-def is_small(workload: Workload) -> bool:
-    """True if a CPU should compute this workload's layers with one thread (see FLOPS_FOR_THREADS)."""
-    return workload.layer_flops / workload.batch_size < FLOPS_FOR_THREADS
 
 
 def _calibrated_facts() -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Machine:
         budget = Budget(room.device_bytes, room.host_bytes, room.disk_bytes, rates=rates)
         if device != "cuda" or self.device_bytes is None:
             return budget
-        whole, there = self.device_bytes + machine.context_bytes(), machine.gpu().get("gpu_bytes", 0)
+        whole, there = self.device_bytes + cuda_budget.context_bytes(), machine.gpu().get("gpu_bytes", 0)
         return replace(budget, device_bytes=there if self.device_bytes <= there < whole else whole)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
+from harness.devices.room import device_limit_bytes, room_of
 from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, parts_of
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
@@ -37,7 +38,7 @@ class Probes:
     def __init__(self, sweep: Sweep, job: Job, of: str = LAYERS) -> None:
         self.sweep, self.job = sweep, job
         self.axis = SizeAxis(of, job.workload, parts_of(job.workload.micro_batches, job.world_size))
-        self.room = machine.rank_room(job)
+        self.room = room_of(job, counts_imports=False)
         self.records: list[Record] = []
         # by memory: pairs of a size and, by phase, the bytes that the run of this size took beyond its plan
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}
@@ -248,7 +249,7 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
         return f"{memory}: {gib(used)} of {gib(limit)} in use" + (
             f", {gib(asked)} more asked for" if asked else ""
         )
-    limits = dataclasses.replace(probes.room, device_bytes=machine.device_limit_bytes(probes.job))
+    limits = dataclasses.replace(probes.room, device_bytes=device_limit_bytes(probes.job))
     peak, have = measured(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
     return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
 

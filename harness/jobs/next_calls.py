@@ -12,7 +12,8 @@ from pathlib import Path
 from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import Budget, Job, Room, gib
-from harness.devices import budgets, machine, named_machines
+from harness.devices import machine, named_machines
+from harness.devices.room import room_of
 from harness.gate.probe import Extent
 from harness.jobs.command import command
 from harness.jobs.scale import to_fit
@@ -36,9 +37,7 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
     with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
-    depth = min(
-        largest(method.create(job.method, job.options, folders), job, budgets.plan_room(job)) for job in jobs
-    )
+    depth = min(largest(method.create(job.method, job.options, folders), job, room_of(job)) for job in jobs)
     with contextlib.suppress(ValueError):  # no layer fits, or fewer layers fit than the given window has
         load = told.workload.at_depth(depth)
         if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
@@ -65,7 +64,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
             )
     yield from _on_disk(job, folders)
     trained = method.create(job.method, job.options, folders)
-    depth = largest(trained, job, budgets.plan_room(job))
+    depth = largest(trained, job, room_of(job))
     if depth:
         smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
         if told := minutes(smaller, folders):
@@ -96,12 +95,12 @@ def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
     folder = tempfile.gettempdir()
     disk_bytes = job.budget.disk_bytes or shutil.disk_usage(folder).free
     asked = dataclasses.replace(job, options={**job.options, "disk": folder})
-    room = dataclasses.replace(budgets.plan_room(asked), disk_bytes=disk_bytes)
+    room = dataclasses.replace(room_of(asked), disk_bytes=disk_bytes)
     depth = min(
         largest(method.create(job.method, asked.options, folders), asked, room), job.workload.num_layers
     )
     deeper = dataclasses.replace(asked, workload=job.workload.at_depth(depth)) if depth else asked
-    without = largest(method.create(job.method, job.options, folders), job, budgets.plan_room(job))
+    without = largest(method.create(job.method, job.options, folders), job, room_of(job))
     if depth > without and (told := minutes(deeper, folders)):
         yield command(deeper, is_short=True), f"with layers on the disk; {told}"
 
@@ -133,6 +132,6 @@ def _seconds_of_all(jobs: Sequence[Job], folders: tuple[Path, ...]) -> float | N
         resolved, plan, shortfall = resolve(job, folders)
         if shortfall:
             return None
-        runs.append(run_seconds(resolved, plan, machine.rank_room(job).rates))
+        runs.append(run_seconds(resolved, plan, room_of(job).rates))
         probes += probe_seconds(resolved, runs[-1], method.load(job.method, folders), Extent())
     return max(runs) + sum(runs) + probes

@@ -13,7 +13,7 @@ from harness.base.console import is_notebook, print_table, readable, terminal
 from harness.base.counted import counted
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
-from harness.devices import machine
+from harness.devices.room import device_limit_bytes, host_limit_bytes
 from harness.plan import run_time
 from harness.run.launch import Report
 
@@ -232,8 +232,8 @@ def closing_line(record: Record, has_options: bool = True) -> str:
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
     speed += "".join(f" ({told})" for told in (record.slowed_by, few_steps(record)) if told)
     host_limit, device_limit = (
-        machine.room(job.budget, job.device).host_bytes,
-        machine.device_limit_bytes(job),
+        host_limit_bytes(job.budget, job.device),
+        device_limit_bytes(job),
     )
     host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), host_limit)}"
     taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")

@@ -20,7 +20,8 @@ from harness.core import log_lines, method
 from harness.core.failures import Failure
 from harness.core.job import Budget, Job, Plan, Workload
 from harness.core.record import Gate, Record, new_stem, read_all
-from harness.devices import budgets, device_lock, machine
+from harness.devices import device_lock, machine
+from harness.devices.room import room_of
 from harness.gate import probe
 from harness.gate.probe import LEFT_OUT, MOST_STEPS, NONE, STEPS, Extent, Probe, train_probe
 from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_probe
@@ -187,7 +188,7 @@ class Sweep:
         """Return what the progress lines foretell: the seconds of the job's own run, the seconds with its missing
         reference and probe included, whether a reference will run, and the probe's duration divided by the run's. For a
         job that the call did not ask for, such as a reference, return only the seconds of its own run."""
-        run = run_seconds(job, plan, machine.rank_room(job).rates)
+        run = run_seconds(job, plan, room_of(job).rates)
         if not is_asked_for:
             return {"run_seconds": run}
         other = self._reference(job)
@@ -233,7 +234,7 @@ class Sweep:
                 self.report,
                 lambda now: self._made_meanwhile(job, now),
                 is_timed=is_timed,
-                foreseen_seconds=run_seconds(job, plan, machine.rank_room(job).rates),
+                foreseen_seconds=run_seconds(job, plan, room_of(job).rates),
             )
         self.records[path] = record = Record.read(path)
         self.measured_now.add(record.key)  # the key that the job had when it was its turn
@@ -329,7 +330,7 @@ class Sweep:
 
     def _most_layers(self, reference: Job) -> int:
         trained = method.create(reference.method, {}, self.folders)
-        return largest(trained, reference, budgets.plan_room(reference))
+        return largest(trained, reference, room_of(reference))
 
     def _with_probe(self, whole: Record, number: int, verdict: Gate) -> Gate:
         """Return the verdict on a run, combined with the verdict on a probe. If a probe cannot change the verdict,

@@ -235,7 +235,7 @@ class Advice:
         """Return the remedy of another GPU in the same host. The GPUs in machines.yaml with more memory than this one
         are tried, the smallest first; the first on which a method fits is taken."""
         asked = Budget(
-            host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.asked.disk_bytes
+            host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.budget.disk_bytes
         )
         sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
         here = self.place.room_for(load).device_bytes or 0

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import OF_SEVERAL_MODELS, Job, Plan, Room
-from harness.devices import budgets, cuda_budget, machine
+from harness.devices import cuda_budget
+from harness.devices.room import check_device, imports_text, room_of
 
 T = TypeVar("T")
 
@@ -33,9 +34,9 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     trained = method.create(job.method, job.options, folders)
     method.check(trained, job.workload, folders)
     if job.device == "cuda":
-        budgets.check_device(job.budget.device_bytes, job.world_size)
-    less = budgets.reserve_text(job.budget, job.device) if room is None else ""
-    room = room or budgets.plan_room(job)
+        check_device(job.budget.device_bytes, job.world_size)
+    less = imports_text(job.budget, job.device) if room is None else ""
+    room = room or room_of(job)
     plan = trained.plan(job.workload, room)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     for name in OF_SEVERAL_MODELS:
@@ -53,7 +54,7 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     if room.device_bytes is not None and plan.device_bytes > room.device_bytes:
         least = plan.device_bytes
         if job.device == "cuda":
-            least = cuda_budget.budget_bytes(least, machine.context_bytes(job.world_size))
+            least = cuda_budget.budget_bytes(least, cuda_budget.context_bytes(job.world_size))
         hint += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
     each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     shortfall += f" (--host-memory {less})" if less and next(iter(plan.lacks(room))) == "host" else ""

@@ -3,6 +3,7 @@ guesses that are right to a factor of about two."""
 
 from __future__ import annotations
 
+from harness.core import cpu_cores
 from harness.core.job import Job, Plan
 from harness.core.method import Method
 from harness.core.rates import Rates
@@ -33,7 +34,7 @@ def run_seconds(job: Job, plan: Plan, rates: Rates | None = None) -> float:
     state, num_models = plan.device_bytes + plan.host_bytes, int(job.options.get("num_models", 1))
     step = least_seconds(job.workload, plan, rates)
     if step is None:
-        cores = 1 if job.device == "cuda" or machine.is_small(job.workload) else machine.facts()["cores"]
+        cores = 1 if job.device == "cuda" or cpu_cores.is_small(job.workload) else machine.facts()["cores"]
         step = num_models * job.workload.flops_per_step / (cores * OPERATIONS_PER_SECOND[job.device])
         step += (plan.moved_bytes + plan.host_bytes) / MOVED_BYTES_PER_SECOND[job.device]
     return PROCESS_SECONDS[job.device] + state / BUILT_BYTES_PER_SECOND + job.steps * step

@@ -30,6 +30,7 @@ from harness.core.job import Job
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
 from harness.devices.device_lock import turn
+from harness.devices.room import host_limit_bytes, warnings_beside
 from harness.plan import run_time
 from harness.run import ranks, scratch
 from harness.run.memory_peaks import MemoryPeaks
@@ -70,7 +71,7 @@ def launch(
         path = Path(f"{stem}.json")
         with open(f"{stem}.txt", "w") as log, memory_wall(job) as wall:
             start = Start.now(job, first_key, folders, wall)
-            for text in machine.warnings_beside(job, start.surroundings):
+            for text in warnings_beside(job, start.surroundings):
                 report({"event": "warning", "text": text})
             child = Child(start, path, folders, log, held.descriptors)
             events, deadline = Events("start", report), Deadline(job, child)
@@ -103,7 +104,7 @@ def environment(job: Job) -> dict[str, str]:
     chosen = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
         chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE
-    if job.device != "cuda" and job.world_size == 1 and machine.is_small(job.workload):
+    if job.device != "cuda" and job.world_size == 1 and cpu_cores.is_small(job.workload):
         chosen["OMP_NUM_THREADS"] = "1"
     elif job.world_size > 1 or cpu_cores.has_quota():
         chosen["OMP_NUM_THREADS"] = str(max(1, machine.facts()["cores"] // ranks.num_local_ranks(job)))
@@ -362,7 +363,7 @@ def observed_end(
         owns_group=bool(start.wall),
         system_oom_kills=on_machine - start.kills[1],
         host_peak_bytes=sum(peaks.bytes.values()),
-        host_limit_bytes=machine.room(start.job.budget, start.job.device).host_bytes or 0,
+        host_limit_bytes=host_limit_bytes(start.job.budget, start.job.device) or 0,
         shm_free_bytes=peaks.shm_free_bytes,
         log_tail=child.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace"),
     )

@@ -11,7 +11,7 @@ import psutil
 
 from harness.base import cgroup
 from harness.core.job import Job
-from harness.devices import budgets, shared_memory
+from harness.devices.process_memory import process_bytes, total_shared_bytes
 from harness.run import ranks
 
 LIST_SECONDS = 1.0  # seconds between two lists of the worker's children; making a list takes 1.5 ms of a core
@@ -42,14 +42,14 @@ class MemoryPeaks:
         anonymous_bytes, shared_bytes = 0, dict[int, int]()
         for process in self.trainers:
             with contextlib.suppress(psutil.Error):  # the process may be gone
-                sizes = budgets.process_bytes(process.pid)
+                sizes = process_bytes(process.pid)
                 anonymous_bytes += sizes.get("RssAnon") or process.memory_info().rss
                 shared_bytes[process.pid] = sizes.get("RssShmem", 0)
         if self.wall and self.job.world_size == 1:  # forks share pages, which the group counts once
             anonymous_bytes = self.wall.anonymous_bytes() or anonymous_bytes
         self.sampled = {
             "host_anonymous": anonymous_bytes,
-            "host_shared": shared_memory.total_bytes(shared_bytes),
+            "host_shared": total_shared_bytes(shared_bytes),
         }
 
     def _list_processes(self) -> None:

@@ -32,7 +32,8 @@ from harness.core import failures, log_lines
 from harness.core.job import Job, Plan
 from harness.core.method import Method, Step, Trained, create
 from harness.core.record import Record, wrong_num_models
-from harness.devices import budgets, machine, tf32
+from harness.devices import budgets, machine, process_memory, tf32
+from harness.devices.room import room_within
 
 ORPHAN_SECONDS = 60.0
 Emit = Callable[[dict[str, Any]], None]
@@ -113,7 +114,7 @@ class Run:
         from harness.gate.inspect_training import inspect
         from harness.run.trace import Taking, Trace
 
-        job, self.dialect, before = self.job, method.log_dialect, budgets.process_bytes()
+        job, self.dialect, before = self.job, method.log_dialect, process_memory.process_bytes()
         tf32.check(job.device, job.workload.dtype)
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
@@ -267,7 +268,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     try:
         run.enter("import")
         enforced = budgets.enforce(job)
-        plan = method.plan(job.workload, machine.room(job.budget, job.device, job.workload))
+        plan = method.plan(job.workload, room_within(job.budget, job.device, job.workload))
         run.measured["predicted"] = _predicted(plan)
         run.train(method.settled(plan))
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ import torch.multiprocessing  # lets connections send tensors in shared memory
 from harness.base import fork_server
 from harness.base.child_process import child_environment
 from harness.core.cpu_cores import use_cores
-from harness.devices import cuda_budget, machine
+from harness.devices import cuda_budget
 from harness.devices.budgets import cap_allocator, device_peaks
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker
@@ -169,7 +169,7 @@ def make_worker(
         if device_memory is None:
             torch.cuda.set_per_process_memory_fraction(share)
         else:
-            cap_allocator(device_memory, machine.context_bytes(), device.name.index)
+            cap_allocator(device_memory, cuda_budget.context_bytes(), device.name.index)
     lock_homes(device, models)
     return Worker(device, models, **options)
 

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.core.job import Budget, gib
-from harness.devices import cuda_budget, machine
+from harness.devices import cuda_budget
 from harness.devices.budgets import capped
+from harness.devices.room import room_within
 from harness.devices.streams import Device
 from methods.sharding.chain_check import refuse_other_than_chain
 from methods.sharding.device_process import Here, lock_homes, start_processes
@@ -300,7 +301,7 @@ class ModelOrchestrator:
         least, name = max(
             zip((sum(sizes.values()) for layers in alone for sizes in layers), names, strict=True)
         )
-        memory = machine.room(Budget(self.device_memory), "cuda" if self._on_gpu else "cpu").device_bytes
+        memory = room_within(Budget(self.device_memory), "cuda" if self._on_gpu else "cpu").device_bytes
         assert memory is not None
         together = lambda room: runs(*[room] * len(self.tasks))  # noqa: E731
         peak, needs = self._foretold(together(least)), f"{name} needs {gib(least)} ({least} bytes) by itself"
@@ -311,7 +312,7 @@ class ModelOrchestrator:
                 return together(room)
             raise ValueError(f"{needs}, got room for {gib(room)} in each of {self.num_slots} slots")
         if peak > memory:
-            smallest = cuda_budget.budget_bytes(peak, machine.context_bytes()) if self._on_gpu else peak
+            smallest = cuda_budget.budget_bytes(peak, cuda_budget.context_bytes()) if self._on_gpu else peak
             raise ValueError(
                 f"{needs} in each of {self.num_slots} slots: with the tensors of a unit's computation, the smallest"
                 f" feasible device_memory is {smallest} bytes ({gib(smallest)}), not {self.device_memory}"

@@ -16,7 +16,7 @@ from harness.base.counted import counted
 from harness.core.job import Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
-from harness.plan import memories
+from harness.plan.training_place import device_source
 from methods.pipeline.config.measured_profile import measure_profile
 from methods.pipeline.config.profile import FILE as PROFILE_FILE
 from methods.pipeline.launch.run import launch
@@ -153,7 +153,7 @@ def configure(
     else:
         sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
         name = words["machine_name"]
-        memory, known = named_machines.load(name).room.device_bytes, memories.device_of(name)
+        memory, known = named_machines.load(name).room.device_bytes, device_source(name)
         costs = GptCosts(_workload(words), _rates(words), sizes, memory, float(words["network"] or "inf"))
     config = AutoConfig(num_gpus, gpus_per_vm, batch_size, costs, capacity)
     rows = config.table()

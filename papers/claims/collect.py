@@ -23,7 +23,7 @@ from harness.base.console import print_table
 from harness.core import method
 from harness.core.job import MOST_LAYERS, Job, Plan, gib
 from harness.core.record import Record, added_folders, records_of
-from harness.devices import machine
+from harness.devices.room import host_limit_bytes
 from harness.gate.probe import Extent
 from harness.jobs.largest_size import Probes, find
 from harness.jobs.progress import reporter
@@ -203,7 +203,7 @@ class Campaign:
             found = find(Probes(self.sweep, self.used.probe(job.method)), 1, MOST_LAYERS)
             self.finished += [found["record"]] if found["record"] else []
             return
-        host = machine.room(job.budget, job.device).host_bytes
+        host = host_limit_bytes(job.budget, job.device)
         # the run would take more memory than this machine has: let run() refuse it by plan
         if host is not None and point.plan.host_bytes > host:
             record = self.sweep.run([resolve(job)])[0]

@@ -24,7 +24,7 @@ from cli.main import door
 from harness.base.checkout import ROOT
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.core.record import read_all
-from harness.devices import budgets, machine
+from harness.devices import machine, room
 from methods.streaming.placement import calibrate
 from tests.support import cli, records
 from tests.support.fake_cuda import FakeCuda
@@ -122,7 +122,7 @@ def test_no_step_asks_for_more_than_the_card_has(card_gib: int, monkeypatch: pyt
     FakeGpu(card_gib * GIB, 450 * 2**20, 500 * 2**20).install_nvml(monkeypatch)
     scale = gpu.cuda(128 * GIB, machine.gpu()["gpu_bytes"])
     asked = int(scale.capped.removeprefix("--device-memory ").removesuffix("GiB"))
-    budgets.check(Budget(asked * GIB), "cuda")
+    room.check_budget(Budget(asked * GIB), "cuda")
     assert asked == 32 or card_gib < 40
 
 

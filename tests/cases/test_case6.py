@@ -10,7 +10,7 @@ import pytest
 from cases import case6
 from harness.core import method
 from harness.core.job import Job, Room
-from harness.devices import machine
+from harness.devices import room
 from papers.figures import case, case_files, profile
 from papers.figures.point import FigureRow
 from papers.report import tables
@@ -30,7 +30,7 @@ def plan_of(job: Job):
 
 
 def room_of(job: Job) -> Room:
-    return machine.room(job.budget, job.device)
+    return room.room_within(job.budget, job.device)
 
 
 @pytest.mark.parametrize("used", PROFILES, ids=lambda used: used.name)

@@ -13,7 +13,7 @@ import pytest
 from harness.core import method
 from harness.core.job import Budget, Workload
 from harness.core.rates import NEEDED, Rates, of_facts
-from harness.devices import machine, named_machines
+from harness.devices import cuda_budget, machine, named_machines, room
 from tests.support.cli import run
 
 SMALL = Workload(num_layers=1, hidden_size=64, num_heads=2, seq_len=32, batch_size=2, vocab_size=128)
@@ -102,7 +102,7 @@ def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path
     )
     told = run("doctor", "--device", "cpu").stdout
     assert "64 wide, 2 x 32 tokens" in told and "the machine was busy" in told
-    assert machine.room(Budget(), "sim", SMALL).rates == rates
+    assert room.room_within(Budget(), "sim", SMALL).rates == rates
 
 
 def test_the_calibration_of_the_nearest_size_is_used() -> None:
@@ -156,7 +156,7 @@ def test_the_entry_of_this_machine_gives_elsewhere_the_rates_that_were_measured_
     # Of the directions of a link the slower one, over which devices exchange, too.
     slower = dataclasses.replace(here, inbound_bytes_per_second=2.4e10, exchange_bytes_per_second=2.4e10)
     assert there.rates("bf16") == slower
-    assert there.device_bytes == 24 * 2**30 - machine.context_bytes() and "Measured there" in there.about
+    assert there.device_bytes == 24 * 2**30 - cuda_budget.context_bytes() and "Measured there" in there.about
     assert run("advise", "--gpu", "nvidiax1", "--machines", file, "-m", "resident", "-l", "2").returncode == 0
 
 
@@ -170,7 +170,7 @@ def test_a_calibration_that_lacks_a_rate_is_none() -> None:
     old = entry(SMALL, 1)
     del old["rates"]["ahead_cost"]
     machine.keep_calibration(old)
-    assert machine.calibrations() == [] and machine.room(Budget(), "cpu", SMALL).rates is None
+    assert machine.calibrations() == [] and room.room_within(Budget(), "cpu", SMALL).rates is None
 
 
 def test_a_later_calibration_takes_the_place_of_its_own_last_one() -> None:
@@ -196,7 +196,7 @@ def test_a_calibration_that_was_cut_off_is_none() -> None:
 
 def test_a_simulated_link_is_the_links_rate() -> None:
     machine.keep_calibration(entry(SMALL, 1e12))
-    found = machine.room(Budget(link_bytes_per_second=2**30), "sim", SMALL).rates
+    found = room.room_within(Budget(link_bytes_per_second=2**30), "sim", SMALL).rates
     assert found is not None and found.inbound_bytes_per_second == found.outbound_bytes_per_second == 2**30
 
 

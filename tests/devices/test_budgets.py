@@ -22,7 +22,7 @@ from harness.base.checkout import ROOT
 from harness.core import failures
 from harness.core.job import Budget, Job
 from harness.core.record import read_all
-from harness.devices import budgets, device_lock, machine
+from harness.devices import budgets, device_lock, machine, process_memory, room
 from tests.support.cli import run
 from tests.support.tiny import TINY, WORDS
 from tests.support.until import until
@@ -64,9 +64,9 @@ def test_a_plan_leaves_room_for_the_imports_of_each_rank_and_on_a_cpu_for_fragme
     device: str, num_ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By hand, of 1,200 MiB, in MiB: on a CPU two thirds of what 300 MiB leave; on sim tensors alone count."""
-    monkeypatch.setattr(budgets, "baseline_bytes", lambda device: 300 * MIB)
+    monkeypatch.setattr(room, "baseline_bytes", lambda device: 300 * MIB)
     job = Job("stronghold", TINY, {"world_size": num_ranks}, Budget(2**30, 1200 * MIB), device=device)
-    assert budgets.plan_room(job).host_bytes == expected * MIB
+    assert room.room_of(job).host_bytes == expected * MIB
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", 600), ("cuda", 300)])
@@ -74,9 +74,9 @@ def test_several_devices_share_imports_on_a_cpu_and_have_contexts_of_their_own_o
     device: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By hand, of 1,500 MiB, in MiB: 2 times 300 MiB, and of the rest two thirds; with the leading process 4 times."""
-    monkeypatch.setattr(budgets, "baseline_bytes", lambda device: 300 * MIB)
+    monkeypatch.setattr(room, "baseline_bytes", lambda device: 300 * MIB)
     job = Job("hydra", TINY, {"num_devices": 3}, Budget(2**30, 1500 * MIB), device=device)
-    assert budgets.plan_room(job).host_bytes == expected * MIB
+    assert room.room_of(job).host_bytes == expected * MIB
 
 
 @pytest.mark.heavy
@@ -88,7 +88,7 @@ def test_two_devices_train_in_the_host_memory_that_their_plan_needs_and_the_reco
     words = "-m hydra -l 4 -h 128 --seq 256 -b 4 --heads 4 --devices 2 --device cpu".split()
     row = json.loads(run("plan", *words, "--json").stdout)
     needs = 2 * row["device_bytes"] + row["host_bytes"]
-    budget = MIB + 2 * budgets.baseline_bytes("cpu") + needs * budgets.HEAP_PARTS // (budgets.HEAP_PARTS - 1)
+    budget = MIB + 2 * room.baseline_bytes("cpu") + needs * room.HEAP_PARTS // (room.HEAP_PARTS - 1)
     words += ["--steps", "3", "--no-probe", "--results", str(tmp_path)]
     done = run(*words, "--host-memory", f"{budget // MIB}MiB")
     assert done.returncode == 0, done.stdout
@@ -104,9 +104,9 @@ from tests.support.tiny import TINY
 
 torch.set_num_threads(8)
 budgets.enforce(Job("resident", TINY, budget=Budget(host_bytes=2**31), device="cpu"))
-before = budgets.process_bytes()["VmData"]
+before = process_memory.process_bytes()["VmData"]
 (torch.ones(256, 256) @ torch.ones(256, 256)).sum() + torch.ones(2**20).sum()
-print(budgets.process_bytes()["VmData"] - before)
+print(process_memory.process_bytes()["VmData"] - before)
 """
 
 
@@ -330,20 +330,20 @@ def test_a_gpu_that_is_not_visible_is_none(monkeypatch: pytest.MonkeyPatch, visi
 
 def test_the_baseline_is_what_importing_torch_takes() -> None:
     """Between a bare interpreter and what any run has been seen to take."""
-    assert 30 * MIB < budgets.baseline_bytes("cpu") < 400 * MIB
-    budgets.check(Budget(host_bytes=budgets.baseline_bytes("cpu") + 64 * MIB), "cpu")
+    assert 30 * MIB < room.baseline_bytes("cpu") < 400 * MIB
+    room.check_budget(Budget(host_bytes=room.baseline_bytes("cpu") + 64 * MIB), "cpu")
 
 
 def test_the_baseline_is_measured_once_for_a_set_up_not_in_each_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(budgets, "BASELINES", tmp_path / "baselines.json")
-    monkeypatch.setattr(budgets, "ask", lambda module, device: asked.append(device) or 100 * MIB)
+    monkeypatch.setattr(room, "BASELINES", tmp_path / "baselines.json")
+    monkeypatch.setattr(room, "ask", lambda module, device: asked.append(device) or 100 * MIB)
 
     def call(device: str) -> int:
-        budgets.baseline_bytes.cache_clear()  # as a new process
-        return budgets.baseline_bytes(device)
+        room.baseline_bytes.cache_clear()  # as a new process
+        return room.baseline_bytes(device)
 
     assert call("cpu") == call("cpu") == call("cuda") == 100 * MIB and asked == ["cpu", "cuda"]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # of another set-up
@@ -351,28 +351,28 @@ def test_the_baseline_is_measured_once_for_a_set_up_not_in_each_call(
     for text in ("no JSON", "[1]", '{"cpu": null}'):
         (tmp_path / "baselines.json").write_text(text)
         assert call("cpu") == 100 * MIB
-    budgets.baseline_bytes.cache_clear()
+    room.baseline_bytes.cache_clear()
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", 0), ("cuda", budgets.CUDA_BASELINE_BYTES)])
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 0), ("cuda", room.CUDA_BASELINE_BYTES)])
 def test_where_no_gpu_is_here_a_plan_for_one_leaves_room_for_its_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, expected: int
 ) -> None:
     def fail(module: str, device: str) -> int:
         raise ValueError("no CUDA device here")
 
-    monkeypatch.setattr(budgets, "BASELINES", tmp_path / "baselines.json")
-    monkeypatch.setattr(budgets, "ask", fail)
-    budgets.baseline_bytes.cache_clear()
-    assert budgets.baseline_bytes(device) == expected
-    budgets.baseline_bytes.cache_clear()
+    monkeypatch.setattr(room, "BASELINES", tmp_path / "baselines.json")
+    monkeypatch.setattr(room, "ask", fail)
+    room.baseline_bytes.cache_clear()
+    assert room.baseline_bytes(device) == expected
+    room.baseline_bytes.cache_clear()
 
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes a stand-in for this process's entry in /proc tell these sizes, in MiB."""
     (tmp_path / str(os.getpid())).mkdir()
-    monkeypatch.setattr(budgets, "PROCESSES", tmp_path)
+    monkeypatch.setattr(process_memory, "PROCESSES", tmp_path)
 
     def tell(**sizes: int) -> None:
         lines = [f"{name}:\t{size * 1024:8} kB" for name, size in sizes.items()]
@@ -400,7 +400,7 @@ def test_page_locked_memory_beyond_the_budget_is_out_of_memory_without_a_memory_
     """torch page-locks by cudaHostAlloc, in shared memory. Here 60 MiB of a package on a tmpfs are shared, too."""
     job = Job("some", TINY, budget=Budget(host_bytes=1000 * MIB), device="cuda")
     kernel(RssAnon=200, RssShmem=60)
-    before = budgets.process_bytes()
+    before = process_memory.process_bytes()
     kernel(RssAnon=anonymous, RssShmem=60 + shared)
     if not is_refused:
         return budgets.check_taken(job, before)
@@ -442,7 +442,7 @@ def test_a_method_that_hides_memory_from_its_limit_is_out_of_memory(tmp_path: Pa
     code = (
         "import sys; from pathlib import Path; from harness.core.job import *; from harness.run import worker;"
         "from harness.devices import budgets; import torch, tests.support.tiny as tiny;"
-        "room = budgets.process_bytes()['RssAnon'] + 2**27;"
+        "room = process_memory.process_bytes()['RssAnon'] + 2**27;"
         "job = Job('shares', tiny.TINY, budget=Budget(host_bytes=room), steps=2, warmup=0);"
         "print(worker.run(job, '', (Path(sys.argv[1]),), lambda event: None).reason)"
     )

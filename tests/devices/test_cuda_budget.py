@@ -9,7 +9,7 @@ import pytest
 
 from harness.core.job import GIB, Budget, Job, Workload, gib
 from harness.core.record import Record
-from harness.devices import budgets, cuda_budget, machine, named_machines
+from harness.devices import budgets, cuda_budget, machine, named_machines, room
 from harness.jobs.progress import closing_line
 from harness.plan.advise import named_place
 from harness.plan.fit import resolve
@@ -83,7 +83,7 @@ def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> N
     machine.keep_calibration(
         {**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}}
     )
-    found = machine.room(Budget(4 * GIB), "cuda").device_bytes
+    found = room.room_within(Budget(4 * GIB), "cuda").device_bytes
     assert found == cuda_budget.tensor_bytes(4 * GIB, 600 * MIB) > cuda_budget.tensor_bytes(4 * GIB)
     budgets._cap_device(4 * GIB)
     assert gpu.cap_bytes == pytest.approx(4 * GIB - 600 * MIB, abs=1)
@@ -91,17 +91,19 @@ def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> N
 
 def test_a_machine_by_name_has_one_room_whatever_the_context_here(gpu: FakeGpu) -> None:
     v100 = named_machines.load("v100-vm")
-    before = machine.room(v100.budget_on("cuda"), "cuda").device_bytes
+    before = room.room_within(v100.budget_on("cuda"), "cuda").device_bytes
     machine.keep_calibration(
         {**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}}
     )
-    assert machine.room(v100.budget_on("cuda"), "cuda").device_bytes == before == v100.room.device_bytes
+    assert room.room_within(v100.budget_on("cuda"), "cuda").device_bytes == before == v100.room.device_bytes
 
 
 def test_jobs_for_a_gpu_elsewhere_have_no_limit_where_no_gpu_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpu", dict)
     job = Job("resident", Workload(num_layers=1), device="cuda")
-    assert machine.rank_room(job).device_bytes is None and machine.device_limit_bytes(job) is None
+    assert (
+        room.room_of(job, counts_imports=False).device_bytes is None and room.device_limit_bytes(job) is None
+    )
     assert resolve(job)[2] is None
 
 
@@ -114,7 +116,7 @@ def test_a_peak_is_compared_with_what_the_allocator_may_reserve(
     """By hand: 768 MiB less than 8 GiB, or all 80 GiB less 450 MiB. An allocator that fills its cap is not over it."""
     job = Job("resident", Workload(num_layers=1), budget=Budget(asked and asked * GIB), device=device)
     record = Record(job, "", peaks={"device_reserved": int(told * GIB)}, status="ok")
-    assert machine.device_limit_bytes(job) == told * GIB
+    assert room.device_limit_bytes(job) == told * GIB
     size = gib(int(told * GIB))
     assert f"device peak {size} of {size}" in closing_line(record)
 
@@ -122,28 +124,30 @@ def test_a_peak_is_compared_with_what_the_allocator_may_reserve(
 def test_each_of_several_ranks_leaves_room_for_nccl(gpu: FakeGpu) -> None:
     """By hand: 512 MiB, in the plan, on a machine by name, in the cap and in the least budget."""
     job = Job("stronghold", Workload(num_layers=48), {"world_size": 2}, HEADLINE, device="cuda")
-    assert machine.rank_room(job).device_bytes == cuda_budget.tensor_bytes(32 * GIB - 512 * MIB)
+    assert room.room_of(job, counts_imports=False).device_bytes == cuda_budget.tensor_bytes(
+        32 * GIB - 512 * MIB
+    )
     place = named_place("h100", Budget(host_bytes=90 * GIB))
     one, two = (place.room_for(job.workload, num_ranks) for num_ranks in (1, 2))
     assert (one.device_bytes - two.device_bytes, two.host_bytes) == (512 * MIB, 45 * GIB)
-    assert machine.rank_room(job).host_bytes == 45 * GIB
+    assert room.room_of(job, counts_imports=False).host_bytes == 45 * GIB
     budgets._cap_device(32 * GIB, 2)
     assert gpu.cap_bytes == pytest.approx(32 * GIB - 512 * MIB - cuda_budget.CONTEXT_BYTES, abs=1)
     with pytest.raises(ValueError, match="at least 1801MiB, because the GPU"):
-        budgets.check(Budget(1289 * MIB), "cuda", world_size=2)
+        room.check_budget(Budget(1289 * MIB), "cuda", world_size=2)
 
 
 def test_a_budget_that_the_context_nearly_fills_is_refused(gpu: FakeGpu) -> None:
     with pytest.raises(
         ValueError, match=r"device-memory of at least 1289MiB, because the GPU.* got 361.0 MiB"
     ):
-        budgets.check(Budget(361 * MIB), "cuda")
-    budgets.check(Budget(1289 * MIB), "cuda")
+        room.check_budget(Budget(361 * MIB), "cuda")
+    room.check_budget(Budget(1289 * MIB), "cuda")
 
 
 def test_a_budget_beyond_the_gpu_is_refused(gpu: FakeGpu) -> None:
     with pytest.raises(ValueError, match="at most 81470MiB"):
-        budgets.check(Budget(80 * GIB), "cuda")
+        room.check_budget(Budget(80 * GIB), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_memory_that_other_programs_take_of_the_gpu_is_told_with_the_budget_that
 ) -> None:
     """A display's memory, of which NVML names no process. Of 80 GiB the driver takes 450 MiB."""
     gpu.reserved_bytes = taken
-    told = machine.warnings_beside(Job("stronghold", Workload(), budget=Budget(budget), device="cuda"), {})
+    told = room.warnings_beside(Job("stronghold", Workload(), budget=Budget(budget), device="cuda"), {})
     assert [re.search(r"--device-memory (\d+)MiB", text)[1] for text in told] == [str(named)] * (
         named is not None
     )  # type: ignore[index]
@@ -187,7 +191,7 @@ def test_plans_and_advice_fill_one_number_of_a_named_machine(gpu: FakeGpu, name:
     """What the file says is beside the context; on a GPU, simulated, and in advice all of it but the reserve."""
     there = named_machines.load(name)
     fills = {
-        device: machine.room(there.budget_on(device), device).device_bytes
+        device: room.room_within(there.budget_on(device), device).device_bytes
         for device in ("cuda", "sim", "cpu")
     }
     fills["advice"] = named_place(name, Budget()).room_for(Workload()).device_bytes
@@ -208,4 +212,4 @@ def test_a_named_machines_budget_is_a_like_cards_and_never_a_smaller_ones(
     assert budget.device_bytes == expected
     if expected > total:
         with pytest.raises(ValueError, match="expected --device-memory of at most"):
-            budgets.check(Budget(budget.device_bytes), "cuda")
+            room.check_budget(Budget(budget.device_bytes), "cuda")

@@ -12,7 +12,7 @@ import torch
 from harness.core.data import batches
 from harness.core.job import Budget, Room, Workload
 from harness.core.method import Unavailable, create
-from harness.devices import machine
+from harness.devices import room
 from harness.devices.memory_account import Tracker
 from harness.devices.memory_rehearsal import predict
 from tests.support.configured import configured
@@ -170,7 +170,7 @@ def test_what_is_set_aside_for_dropout_on_a_cpu_is_what_it_takes(
     load = Workload(3, hidden_size, num_heads, seq_len, 2, vocab_size=64, dtype=dtype)
     dropping = dataclasses.replace(load, dropout=0.1)
     taken = predict(create("l2l", {}), dropping).device_bytes - predict(create("l2l", {}), load).device_bytes
-    aside = machine.dropout_bytes(dropping)
+    aside = room.dropout_bytes(dropping)
     assert taken <= aside < 1.2 * taken
-    rooms = [machine.room(Budget(2**28, 2**29), "sim", each).device_bytes for each in (load, dropping)]
+    rooms = [room.room_within(Budget(2**28, 2**29), "sim", each).device_bytes for each in (load, dropping)]
     assert rooms == [2**28, 2**28 - aside]

@@ -17,7 +17,7 @@ from harness.core import native_build
 from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import Unavailable, create
 from harness.core.record import Record, records_of
-from harness.devices import machine
+from harness.devices import machine, room
 from harness.gate import probe
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import largest, resolve
@@ -436,7 +436,7 @@ def test_fsdp2_page_locks_each_weight_and_each_gradient() -> None:
 @pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("sim", False), ("cuda", True)])
 def test_only_a_gpu_locks_pages(monkeypatch: pytest.MonkeyPatch, device: str, expected: bool) -> None:
     monkeypatch.setattr(machine, "gpu", lambda: {"gpu_bytes": 32 * GIB})
-    assert machine.room(Budget(), device).page_locks is expected
+    assert room.room_within(Budget(), device).page_locks is expected
 
 
 @pytest.mark.heavy

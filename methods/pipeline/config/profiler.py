@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from harness.core.cpu_cores import available_cores
 from harness.core.failures import of_exception
-from harness.devices import cuda_budget, machine
+from harness.devices import cuda_budget
 from harness.devices.memory_account import Tracker
 from harness.devices.streams import STREAMS
 from methods.pipeline.batches import Inputs, cast, moved
@@ -52,7 +52,7 @@ def tensor_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     return cuda_budget.tensor_bytes(
-        torch.cuda.get_device_properties(device).total_memory, machine.context_bytes()
+        torch.cuda.get_device_properties(device).total_memory, cuda_budget.context_bytes()
     )
 
 

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from harness.core.job import Budget, Plan
 from harness.core.method import Step, Unavailable
-from harness.devices import cuda_budget, machine
+from harness.devices import cuda_budget
 from harness.devices.budgets import capped, device_peaks, reset_peaks
+from harness.devices.room import room_within
 from methods.offload import adamw_kernel
 from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
@@ -273,7 +274,7 @@ class StrongholdTrainer(UserTraining):
             )
         if device_memory and example:
             kind = torch.device(device or default_device()).type
-            room = machine.room(Budget(device_memory, host_memory), kind)
+            room = room_within(Budget(device_memory, host_memory), kind)
             too_large = Plan({"activations": device_memory + 1})
 
             def plan_at(_: str | None, memory: str | None) -> Plan:
@@ -303,7 +304,7 @@ class StrongholdTrainer(UserTraining):
                 short += f"; tried, too: {plan.tried}" if plan.tried else ""
                 more = "more memory"
                 if kind == "cuda" and "device" in plan.lacks(room):
-                    least = cuda_budget.budget_bytes(plan.device_bytes, machine.context_bytes())
+                    least = cuda_budget.budget_bytes(plan.device_bytes, cuda_budget.context_bytes())
                     more = f"device_memory={least}, which covers the GPU's context and a reserve"
                 raise ValueError(f"{short}; try another placement, smaller batches, or {more}")
             placement, window_size = plan.options["placement"], plan.options["window_size"]

@@ -1,18 +1,32 @@
-"""Counts shared memory of several processes: a segment that several of them map counts once."""
+"""Tells the memory of processes, as the kernel counts it. Shared memory of several processes counts once."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-
-from harness.devices import budgets
+import os
+from pathlib import Path
 
 # starts of the names that /proc/PID/maps gives to segments of shared memory; page-locked memory is "/dev/zero"
 NAMES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 Segment = tuple[str, str]  # device and inode
+PROCESSES = Path("/proc")
 
 
-def total_bytes(resident: dict[int, int]) -> int:
+def process_bytes(pid: int | None = None) -> dict[str, int]:
+    """Return the memory of a process in bytes, by the kernel's names, such as RssAnon and VmData. `pid`: number of the
+    process; None: this process. Names that the kernel does not tell are left out."""
+    with contextlib.suppress(OSError):
+        lines = (PROCESSES / str(pid or os.getpid()) / "status").read_text().splitlines()
+        return {
+            line.split(":")[0]: int(line.split()[1]) * 1024
+            for line in lines
+            if line.startswith(("Rss", "VmData"))
+        }
+    return {}
+
+
+def total_shared_bytes(resident: dict[int, int]) -> int:
     """Return the bytes of shared memory that processes take together. `resident`: for each process, by its number, the
     bytes that are resident (RssShmem of process_bytes()).
 
@@ -35,7 +49,7 @@ def _segments(pid: int, resident_bytes: int) -> dict[Segment, int]:
     mappings are not read again; reading those of a process that has imported torch takes 0.8 ms of a core."""
     found: dict[Segment, int] = {}
     with contextlib.suppress(OSError):  # the process may be gone
-        for line in (budgets.PROCESSES / str(pid) / "maps").read_text().splitlines():
+        for line in (PROCESSES / str(pid) / "maps").read_text().splitlines():
             place, permissions, offset, device, inode, *name = line.split(maxsplit=5)
             if permissions[3] == "s" and name and name[0].startswith(NAMES):
                 start, end = (int(address, 16) for address in place.split("-"))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.devices import budgets, shared_memory
-from harness.devices.budgets import process_bytes
+from harness.devices import process_memory
+from harness.devices.process_memory import process_bytes
 from tests.support import forks
 
 MIB = 2**20
@@ -58,7 +58,7 @@ def test_a_tensor_that_three_processes_share_counts_once() -> None:
     with holders(2, tensors, own_bytes=16 * MIB) as others:
         sizes = resident(os.getpid(), *others)
         assert sum(sizes.values()) - before >= 3 * 96 * MIB + 2 * 16 * MIB
-        assert 0 <= shared_memory.total_bytes(sizes) - before - (96 + 2 * 16) * MIB < SLACK_BYTES
+        assert 0 <= process_memory.total_shared_bytes(sizes) - before - (96 + 2 * 16) * MIB < SLACK_BYTES
 
 
 def test_memory_shared_by_a_fork_counts_once() -> None:
@@ -75,7 +75,7 @@ def test_memory_shared_by_a_fork_counts_once() -> None:
         os.read(reader, 99)
         sizes = resident(os.getpid(), child)
         assert sizes[child] >= 64 * MIB
-        assert 64 * MIB <= shared_memory.total_bytes(sizes) - before < 64 * MIB + SLACK_BYTES
+        assert 64 * MIB <= process_memory.total_shared_bytes(sizes) - before < 64 * MIB + SLACK_BYTES
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -88,8 +88,8 @@ def maps(folder: Path, pid: int, *lines: str) -> None:
 
 @pytest.fixture
 def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(budgets, "PROCESSES", tmp_path)
-    shared_memory._segments.cache_clear()
+    monkeypatch.setattr(process_memory, "PROCESSES", tmp_path)
+    process_memory._segments.cache_clear()
     return tmp_path
 
 
@@ -104,19 +104,22 @@ def test_page_locked_memory_of_two_ranks_counts_twice(processes: Path) -> None:
             "90000000-a0000000 rw-p 00000000 00:00 0",
             "a0000000-f0000000 r--s 00000000 fe:00 33  /data/corpus.bin",
         )
-    assert shared_memory.total_bytes({1: 256 * MIB, 2: 256 * MIB}) == 512 * MIB
+    assert process_memory.total_shared_bytes({1: 256 * MIB, 2: 256 * MIB}) == 512 * MIB
 
 
 def test_what_no_segment_holds_counts_for_each_process(processes: Path) -> None:
     for pid in (1, 2, 3):
         maps(processes, pid, "10000000-20000000 rw-s 00000000 00:01 7  /dev/shm/torch_1 (deleted)")
-    assert shared_memory.total_bytes({1: 356 * MIB, 2: 256 * MIB, 3: 306 * MIB}) == (256 + 100 + 50) * MIB
+    assert (
+        process_memory.total_shared_bytes({1: 356 * MIB, 2: 256 * MIB, 3: 306 * MIB})
+        == (256 + 100 + 50) * MIB
+    )
 
 
 def test_a_segment_that_is_hardly_touched_counts_by_what_is_resident(processes: Path) -> None:
     for pid in (1, 2):
         maps(processes, pid, "10000000-90000000 rw-s 00000000 00:01 7  /memfd:large (deleted)")
-    assert shared_memory.total_bytes({1: 3 * MIB, 2: 4 * MIB}) == 7 * MIB
+    assert process_memory.total_shared_bytes({1: 3 * MIB, 2: 4 * MIB}) == 7 * MIB
 
 
 def test_a_segment_in_two_mappings_has_the_size_of_both(processes: Path) -> None:
@@ -127,13 +130,13 @@ def test_a_segment_in_two_mappings_has_the_size_of_both(processes: Path) -> None
             "10000000-18000000 rw-s 00000000 00:01 7  /dev/shm/a b",
             "18000000-20000000 r--s 08000000 00:01 7  /dev/shm/a b",
         )
-    assert shared_memory.total_bytes({1: 256 * MIB, 2: 256 * MIB}) == 256 * MIB
+    assert process_memory.total_shared_bytes({1: 256 * MIB, 2: 256 * MIB}) == 256 * MIB
 
 
 def test_the_mappings_of_one_process_are_not_read(processes: Path) -> None:
-    assert shared_memory.total_bytes({1: 256 * MIB, 2: 0}) == 256 * MIB
+    assert process_memory.total_shared_bytes({1: 256 * MIB, 2: 0}) == 256 * MIB
 
 
 def test_a_process_that_is_gone_counts_by_what_it_had(processes: Path) -> None:
     maps(processes, 1, "10000000-20000000 rw-s 00000000 00:01 7  /dev/shm/torch_1")
-    assert shared_memory.total_bytes({1: 256 * MIB, 2: 5 * MIB}) == 261 * MIB
+    assert process_memory.total_shared_bytes({1: 256 * MIB, 2: 5 * MIB}) == 261 * MIB
