@@ -117,9 +117,12 @@ def device_source(name: str) -> str:
 def _device_text(name: str | None, budget: Budget, room: Room, device: str) -> str:
     if room.device_bytes is None:
         return "not limited" if device == "sim" else "shares the host's"
-    source = device_source(name) if name else "this machine's GPU"
     if budget.device_bytes:
         source = "--device-memory"
+    elif name:
+        source = device_source(name)
+    else:
+        source = "this machine's GPU"
     if device == "cuda" and (budget.device_bytes or not name):
         source += ", less the context and a reserve"
     return f"{gib(room.device_bytes)} ({source})"
