@@ -6,7 +6,8 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, PublicReport, columns_of, ordered, reports_about
+from cases._release_reports import REPORTS, PublicReport, reports_about
+from cases._releases import ENGINES, ROWS, UNSEEN, columns_of, ordered
 from harness.gate.probe import LEFT_OUT
 from papers.figures.case_files import EDITED
 from papers.figures.point import FigureRow

@@ -13,13 +13,13 @@ from papers.figures.profile import CaseProfile
 
 PUBLISHED_DEPTH = 32
 WINDOWED = "stronghold"
-QUICK = ("l2l", WINDOWED)  # methods of the quick demo (cli/demo.py)
 
 
 class SpeedAtOneSize(Case):
     metric = "samples_per_second"
     methods = LargestModel.methods
     picks = True
+    quick = ("l2l", WINDOWED)
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = used.depth(PUBLISHED_DEPTH)

@@ -31,6 +31,7 @@ class StepTimeByDepth(Case):
     methods = (OURS,)
     look: ClassVar = {"is_line": True}
     picks = True
+    quick = methods
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depths = dict.fromkeys(used.depth(published) for published in RUNS[used.kind])

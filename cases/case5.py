@@ -26,6 +26,7 @@ class StepTimeByWindow(Case):
     methods = (OURS,)
     axis = "window_size"
     picks = True
+    quick = methods
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = used.depth(DEMO_DEPTH if used.kind == "demo" else PUBLISHED_DEPTH)

@@ -262,7 +262,7 @@ def _caption(found: Sequence[Shown], note: str) -> str:
     return plot.wrapped(texts)
 
 
-def main(
+def collect(
     used: CaseProfile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
 ) -> list[Record]:
     """Run the jobs, write the table and draw the figure; return the records. If `only` is "extract", write and print

@@ -11,9 +11,9 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
-from cases import case3
 from harness.core import method
 from harness.core.record import Record
 from harness.gate.probe import NONE
@@ -21,13 +21,13 @@ from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, resolve
 from harness.run.prepare import prepare
-from papers.claims import collect
+from papers.claims.campaign import RunChoice
+from papers.claims.collect import CaseOutput, make
 from papers.figures import case
 from papers.figures.profile import CaseProfile
 from papers.report import page
 
 MOST_BUILD_SECONDS = 20  # seconds; the demo leaves out a method whose compilation takes longer
-QUICK_CASES = (3, 4, 5)  # numbers of cases that search no largest size
 
 
 def plans(used: CaseProfile, names: Sequence[str]) -> list[Planned]:
@@ -64,7 +64,8 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
     The gate probes only methods that are declared bit-exact, because the probe of any other method takes minutes.
     """
     started = time.monotonic()
-    names = case3.QUICK if is_quick else method.names()
+    quick = {number: case.load(number).quick for number in case.numbers() if case.load(number).quick}
+    names = list(dict.fromkeys(chain.from_iterable(quick.values()))) if is_quick else method.names()
     without = left_out(names, case.profile_of("demo", None).device)
     for name, why in without.items():
         print(f"left out: {name}: {why}", file=sys.stderr)
@@ -77,8 +78,9 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
         for planned in [] if is_quick else plans(used, names):
             probed = None if method.create(planned.job.method, planned.job.options).bit_exact else NONE
             finished += Sweep(results, report=tell, probe=probed).run([planned])
-    numbers = QUICK_CASES if is_quick else case.numbers_of_all()
-    finished += collect.make(numbers, used, results, results / "figures", as_json, methods=names, probe=NONE)
+    numbers = list(quick) if is_quick else case.numbers_of_all()
+    output, choice = CaseOutput(results, results / "figures"), RunChoice(names, probe=NONE)
+    finished += make(numbers, used, output, choice, as_json)
     index, review = page.write(results)
     minutes = (time.monotonic() - started) / 60
     if as_json:

@@ -235,14 +235,14 @@ def case(**words: Any) -> None:
     throughput over the batch; 10, the releases of engines that train (see the verb releases); and overlap, the copies
     that run at the same time as compute in one step.
     """
-    from papers.claims import collect
+    from papers.claims.collect import CaseCall, collect
 
     if words["only"] is None:
         check_writable(words["results"])
     if words["out"]:
         check_writable(words["out"], "--out")
     probe = options.probe_of(words)
-    sys.exit(exit_codes.of_records(collect.main(**words, probe=probe), is_sweep=True))
+    sys.exit(exit_codes.of_records(collect(CaseCall(**words, probe=probe)), is_sweep=True))
 
 
 @click.command()

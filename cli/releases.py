@@ -78,8 +78,8 @@ def releases(**words: Any) -> None:
     without options takes two hours: try --quick, or --setting. Cells are judged without the gate's probe;
     --probe-layers adds it.
     """
+    from cases._release_choice import Choice, chosen
     from cases._release_script import script
-    from cases._releases import Choice, chosen
     from cases.case10 import job_of
 
     if words["script"]:

@@ -35,10 +35,7 @@ class Finding:
     numbers: str = ""  # verdict by the numbers alone: hold, do not hold or NOT DISTINGUISHABLE; empty: none
     profile: str = ""
     rests_on: tuple[FigureRow, ...] = ()
-
-    @property
-    def is_untrained(self) -> bool:
-        return self.note.startswith(UNTRAINED)
+    is_untrained: bool = False  # True: the claim fails because a run that it rests on did not train
 
     def to_dict(self) -> dict[str, Any]:
         claim = self.claim
@@ -94,7 +91,7 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
     untrained = _untrained_point(claim, tables, is_there)
     if untrained:
         note = f"{UNTRAINED}: {shortened([_why(row) for row in untrained])}"
-        return Finding(claim, FAIL, missing, note, rests_on=tuple(untrained))
+        return Finding(claim, FAIL, missing, note, rests_on=tuple(untrained), is_untrained=True)
     if claim.machines == (NOT_HERE,):
         return Finding(claim, OTHER_MACHINE, note=f"said of {NOT_HERE}, on which no case runs")
     return Finding(claim, NOT_TESTED, note=f"{claim.command} ({missing or 'no records'})")
@@ -143,7 +140,7 @@ def _judge(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
         verdict, note = (XPASS if numbers == HOLD else XFAIL), claim.xfail
     else:
         verdict, note = (PASS if numbers == HOLD else FAIL), how
-    return Finding(claim, verdict, seen, note, numbers, profile, tuple(rows))
+    return Finding(claim, verdict, seen, note, numbers, profile, tuple(rows), is_untrained=bool(untrained))
 
 
 def _choose(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:

@@ -43,6 +43,7 @@ class Case(ABC):
     look: ClassVar[Mapping[str, Any]] = {}  # options of plot.figure()
     mixes_metrics: ClassVar[bool] = False  # True: some rows have another metric than the case's
     picks: ClassVar[bool] = False  # True: the figure can be drawn from any runs; pick() chooses the rows
+    quick: ClassVar[Sequence[str]] = ()  # names of the methods that the quick demo runs in this case
     # False: `case all`, demo and notebook leave the case out, and no claim is about it
     in_all: ClassVar[bool] = True
 

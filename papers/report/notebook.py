@@ -14,7 +14,9 @@ from harness.base.counted import counted
 from harness.core.job import gib
 from harness.devices import machine
 from harness.run import scratch
-from papers.claims import collect, verify
+from papers.claims import verify
+from papers.claims.campaign import Campaign, closing_line
+from papers.claims.collect import CaseCall, collect
 from papers.figures import case, case_files
 from papers.report import tables
 
@@ -29,7 +31,7 @@ def show_case(number: int, profile: str | None, machine: str | None, results: Pa
 
     out = results / "figures"
     out.mkdir(parents=True, exist_ok=True)
-    collect.main(str(number), profile, machine, None, None, results, out, None, as_json=False)
+    collect(CaseCall(str(number), results, profile, machine, out=out))
     stem = case_files.stem(number, case.profile_of(profile, machine).name, out)
     rows, _ = case_files.read_csv(Path(f"{stem}.csv"))
     display(tables.texts(tables.row_table("", rows, [])).style.hide(axis="index"))
@@ -56,9 +58,8 @@ def show_minutes(profile: str | None, machine: str | None, results: Path) -> Non
     """Print a line for each case, with a rough estimate of the time that its missing runs take."""
     used = case.profile_of(profile, machine)
     for number in case.numbers_of_all():
-        print(
-            f"case {number}: {collect.closing_line(collect.Campaign([number], used, results).points(), used)}"
-        )
+        runs = Campaign([number], used, results).planned()
+        print(f"case {number}: {closing_line(runs, used)}")
 
 
 def clean_up(results: Path, everything: bool = False) -> None:

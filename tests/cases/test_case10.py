@@ -16,8 +16,10 @@ import pytest
 
 from cases import _release_words as words
 from cases import case10
+from cases._release_choice import Choice, chosen
+from cases._release_reports import REPORTS
 from cases._release_script import script
-from cases._releases import ENGINES, REPORTS, ROWS, UNSEEN, Choice, chosen, columns_of, order
+from cases._releases import ENGINES, ROWS, UNSEEN, columns_of, order
 from harness.core.record import Gate, Record
 from harness.plan.fit import resolve
 from papers.figures import case, points

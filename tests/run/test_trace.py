@@ -261,7 +261,7 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
     record.write(tmp_path / "log_1.json")
     write(virtual.timeline({"title": "on h200"}), tmp_path / "traces" / "virtual_h200_48_deferred.json")
 
-    overlap.main(DEMO, tmp_path, tmp_path / "out", "draw", lambda event: None)
+    overlap.collect(DEMO, tmp_path, tmp_path / "out", "draw", lambda event: None)
     with (tmp_path / "out" / "overlap_demo.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["clock"], row["step"]) for row in rows] == [("sim", "step 1"), ("virtual", "step 2")]

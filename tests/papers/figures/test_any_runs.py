@@ -10,7 +10,7 @@ import pytest
 
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
-from papers.claims import collect
+from papers.claims.collect import CaseCall, collect
 from papers.figures import case, case_files
 from tests.support import logs, records
 
@@ -129,7 +129,7 @@ def test_the_scripts_draw_runs_made_by_hand_and_imported_logs(tmp_path: Path) ->
     for name, found in (("hand", BY_HAND), ("logs", imported)):
         results = records.write(tmp_path / name, *found)
         for only in ("extract", "draw"):
-            collect.main("3", None, None, None, None, results, None, only, as_json=False)
+            collect(CaseCall("3", results, only=only))
         rows, profiles = case_files.read_csv(results / "figures" / "case3_folder.csv")
         assert profiles == {"folder"} and {row.origin for row in rows} == {found[0].origin, "published"}
         assert (results / "figures" / "case3_folder.png").exists()
@@ -138,7 +138,7 @@ def test_the_scripts_draw_runs_made_by_hand_and_imported_logs(tmp_path: Path) ->
 def test_a_profile_that_has_records_is_drawn_before_others(tmp_path: Path) -> None:
     used = case.profile_of("demo", None)
     results = records.write(tmp_path, *BY_HAND, records.record(used.job("l2l", 2)))
-    collect.main("3", None, None, None, None, results, None, "extract", as_json=False)
+    collect(CaseCall("3", results, only="extract"))
     assert [path.name for path in results.glob("figures/*.csv")] == ["case3_demo.csv"]
 
 

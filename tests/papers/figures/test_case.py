@@ -19,7 +19,7 @@ from harness.core.job import Job
 from harness.core.record import Gate, Record, read_all
 from harness.devices import named_machines
 from harness.jobs.largest_size import FEWEST_STEPS
-from papers.claims.collect import Campaign
+from papers.claims.campaign import Campaign
 from papers.figures import case, case_files, profile, searches
 from papers.figures.points import current_key, repeats
 from papers.figures.profile import PROBE, CaseProfile
@@ -309,9 +309,9 @@ def test_a_csv_of_two_machines_is_not_drawn(tmp_path: Path) -> None:
 
 def test_a_plan_leaves_out_what_there_is_no_time_for_and_keeps_what_most_claims_name(tmp_path: Path) -> None:
     campaign = Campaign([3, 4], DEMO, tmp_path)
-    every = campaign.points()
+    every = campaign.planned()
     budget = sum(point.seconds for point in every) / 2
-    taken = [point for point in campaign.points(budget) if point.is_taken]
+    taken = [run for run in campaign.planned(budget) if run.is_taken]
     assert 0 < len(taken) < len(every) and sum(point.seconds for point in taken) <= budget
     assert max(point.num_claims for point in every) == max(point.num_claims for point in taken)
 
@@ -351,10 +351,10 @@ def test_a_run_without_its_verdict_is_still_to_be_attended_to(tmp_path: Path) ->
     """Killed between the end of a run and its judgement: the record is there, and the point is not done."""
     missing = []
     for gate in (Gate(), Gate("exact"), Gate("untested", "no-reference")):
-        job = Campaign([4], DEMO, tmp_path).points()[0].job  # with all the options that the plan settles
+        job = Campaign([4], DEMO, tmp_path).planned()[0].job  # with all the options that the plan settles
         found = record(job, key=current_key(job), gate=gate)
         found.write(tmp_path / "log_1.json")
-        points = Campaign([4], DEMO, tmp_path).points()
+        points = Campaign([4], DEMO, tmp_path).planned()
         missing.append(next(point.missing for point in points if point.job == job))
     assert missing == [1, 0, 0]
 
