@@ -127,7 +127,7 @@ class Stronghold(Method):
             if self.activations == "host":
                 num_bytes = workload.boundary_bytes // self.world_size
                 send_boundaries_home([layer.state for layer in layers], num_bytes)
-            rule = UpdateRule(gpu, source.terms, ends, layers, self.clipping)
+            rule = UpdateRule(source.terms, ends, layers, self.clipping)
             window = Window(layers, kinds, self.window_size, rule)
 
             window.refill()

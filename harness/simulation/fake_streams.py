@@ -242,9 +242,11 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
         streams.memories.of(slab, made_by="room").is_host = host
         return slab
 
-    def named(prefix_of: Callable[[Any], str]) -> Any:
+    def named(
+        prefix_of: Callable[[Any], str], is_on_host: Callable[..., bool | None] = lambda *_: None
+    ) -> Any:
         def constructed(owner: Any, make: Any, *args: Any, **options: Any) -> None:
-            with streams.memories.allocating(host=options.get("host")):
+            with streams.memories.allocating(host=is_on_host(*args)):
                 make(owner, *args, **options)
             for file in owner.state if isinstance(owner, disk.Shelf) else []:
                 streams.memories.of(file).is_host = True
@@ -260,7 +262,11 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
     for cls, name, replacement in (
         (streams_of.Device, "room", room),
         (streams_of.Device, "__init__", named(lambda device: "")),
-        (state.LayerState, "__init__", named(lambda layer: layer.prefix)),
+        (
+            state.LayerState,
+            "__init__",
+            named(lambda layer: layer.prefix, lambda device, layer, terms, home, *_: home.on_host),
+        ),
         (disk.Shelf, "__init__", numbered("shelf")),
         (slot.Slot, "__init__", numbered("slot")),
         (slot.GradientRoom, "__init__", numbered("gradients")),

@@ -53,16 +53,9 @@ class Boundary:
     forward pass, so that these inputs must go home to the host."""
 
     def __init__(
-        self,
-        device: Device,
-        of: str,
-        slot: BoundarySlot,
-        below: Boundary | None,
-        *,
-        above: bool,
-        num_bytes: int,
+        self, of: str, slot: BoundarySlot, below: Boundary | None, *, above: bool, num_bytes: int
     ) -> None:
-        self.device, self.of, self.slot, self.below, self.above = device, of, slot, below, above
+        self.device, self.of, self.slot, self.below, self.above = slot.device, of, slot, below, above
         self.home = torch.empty(0, dtype=torch.uint8)
         self.kept: Tensor | None = None  # the part of the slot that the inputs fill; None: no inputs are kept
         # event: the inputs are in the slot again; None: compute need not wait for the inputs
@@ -129,7 +122,7 @@ def boundaries_on_host(device: Device, layers: Sequence[str], num_bytes: int) ->
     for place, of in enumerate(layers):
         below = boundaries[place - len(slots)] if place >= len(slots) else None
         above, slot = place + len(slots) < len(layers), slots[place % len(slots)]
-        boundaries.append(Boundary(device, of, slot, below, above=above, num_bytes=num_bytes))
+        boundaries.append(Boundary(of, slot, below, above=above, num_bytes=num_bytes))
     return boundaries
 
 

@@ -19,7 +19,7 @@ from harness.models.model import new_end_parts, new_ends
 from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.terms import Terms
-from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw
 
@@ -96,9 +96,8 @@ class ResidentEnds(BothEnds, OnDevice):
     """The embedding, the final norm and the head, wholly on the device."""
 
     def __init__(self, device: Device, workload: Workload) -> None:
-        state = LayerState(
-            device, new_ends(workload), workload.anatomy.ends_prefix, Terms.of(workload), host=False
-        )
+        ends = NamedLayer(new_ends(workload), workload.anatomy.ends_prefix)
+        state = LayerState(device, ends, Terms.of(workload), Home(on_host=False))
         super().__init__(state)
         self.device, self.embedding, self.head, self.slab = device, state, state, state.grads
         self.num_parts = workload.micro_batches
@@ -120,8 +119,9 @@ class HostedEnds(BothEnds):
     def __init__(self, device: Device, workload: Workload, *, waits: bool = False) -> None:
         terms, prefix = Terms.of(workload), workload.anatomy.ends_prefix
         first, *untied = new_end_parts(workload)
-        self.states = [LayerState(device, first, prefix, terms, host=True)]
-        self.states += [LayerState(device, head, prefix, terms, host=True, deadline=LAST) for head in untied]
+        home = Home(on_host=True)
+        self.states = [LayerState(device, NamedLayer(first, prefix), terms, home)]
+        self.states += [LayerState(device, NamedLayer(head, prefix), terms, home, LAST) for head in untied]
         self.device, self.embedding, self.head, self.waits = device, self.states[0], self.states[-1], waits
         self.num_parts = workload.micro_batches
         draw(self.states, workload)

@@ -13,11 +13,11 @@ The window (window.py) gives a layer its slot, and takes the slot away."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.core.job import Workload
 from harness.devices.streams import Device
@@ -27,8 +27,8 @@ from methods.offload.clip import Clip
 from methods.offload.layout import layout_of
 from methods.shared.terms import Terms
 from methods.streaming.boundaries import boundaries_on_host
-from methods.streaming.disk import shelves
-from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.disk import Shelf, shelves
+from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.placement.placement import BY_HOST, num_gradients
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw
@@ -186,14 +186,12 @@ Layer = ResidentLayer | Hosted | Streamed
 
 
 class LayerSource(NamedTuple):
-    """The layers of a model that are to be placed, bottom first: the layers' modules, without memory, and the prefixes
-    of the layers' names. `start` fills new states with their starting values, and returns these states."""
+    """The layers of a model that are to be placed, bottom first. `start` fills new states with their starting values,
+    and returns these states."""
 
     terms: Terms
-    modules: Sequence[nn.Module]
-    prefixes: Sequence[str]
+    layers: Sequence[NamedLayer]
     start: Callable[[Iterable[LayerState]], list[LayerState]]
-    groups: Sequence[Mapping[str, int] | None]  # for each layer the `groups` of its LayerState
 
 
 def model_layers(workload: Workload) -> LayerSource:
@@ -204,44 +202,25 @@ def model_layers(workload: Workload) -> LayerSource:
         draw(drawn, workload)
         return drawn
 
-    count = range(workload.num_layers)
-    modules, prefixes = [new_layer(workload, i) for i in count], list(map(workload.anatomy.layer_name, count))
-    return LayerSource(Terms.of(workload), modules, prefixes, start, [None for _ in count])
+    layers = [
+        NamedLayer(new_layer(workload, i), workload.anatomy.layer_name(i)) for i in range(workload.num_layers)
+    ]
+    return LayerSource(Terms.of(workload), layers, start)
 
 
 def new_layers(
-    device: Device, layers: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
+    device: Device, source: LayerSource, kinds: str, window_size: int, disk: str | None, *, speculates: bool
 ) -> list[Layer]:
     """Return the layers, bottom first, each of the kind that its letter in `kinds` names. `disk`: the folder for the
     states of layers of kind D; None: the system's temporary folder. `speculates`: True: make spare states for
     speculative updates. Raises OSError if the disk has no room."""
-    numels, waits = [layout_of(module).numel for module in layers.modules], layers.terms.waits_for_norm
+    numels, waits = [layout_of(layer.module).numel for layer in source.layers], source.terms.waits_for_norm
     stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
-    on_disk = shelves(device, len(stored), disk, max(stored, default=0), layers.terms.dtype)
-
-    def new_state(i: int) -> LayerState:
-        kind, shelf = kinds[i], next(on_disk) if kinds[i] == "D" else None
-        place: dict[str, Any] = {
-            "host": kind != "R",
-            "spare": speculates and kind in "PWS",
-            "streamed": kind == "S",
-        }
-        place["has_gradient"] = waits or kind in BY_HOST
-        module, prefix, groups = layers.modules[i], layers.prefixes[i], layers.groups[i]
-        return LayerState(device, module, prefix, layers.terms, shelf=shelf, groups=groups, **place)
-
-    states_by_index: dict[int, LayerState] = {}
-    # Resident layers come first: their values pass through the host while it still has room.
-    for is_resident in (True, False):
-        places = [i for i, kind in enumerate(kinds) if (kind == "R") is is_resident]
-        states_by_index |= zip(places, layers.start(new_state(i) for i in places), strict=True)
-    states = [states_by_index[i] for i in range(len(kinds))]
-    largest = max(
-        (numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits), default=0
-    )
-    rooms = cycle(
-        [GradientRoom(states[0], largest) for _ in range(num_gradients(kinds, window_size, waits=waits))]
-    )
+    on_disk = shelves(device, len(stored), disk, max(stored, default=0), source.terms.dtype)
+    states = _new_states(device, source, kinds, on_disk, speculates=speculates)
+    travelling = [numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits]
+    num_rooms, largest = num_gradients(kinds, window_size, waits=waits), max(travelling, default=0)
+    rooms = cycle([GradientRoom(states[0], largest) for _ in range(num_rooms)])
 
     def of_kind(kind: str, state: LayerState) -> Layer:
         if kind == "R":
@@ -252,6 +231,29 @@ def new_layers(
         return Hosted(state, rooms, device.returner if kind == "P" else device.copier)
 
     return list(map(of_kind, kinds, states))
+
+
+def _new_states(
+    device: Device, source: LayerSource, kinds: str, on_disk: Iterator[Shelf], *, speculates: bool
+) -> list[LayerState]:
+    """Return the layers' states with their starting values. `on_disk`: gives a shelf to each layer of kind D."""
+
+    def new_state(i: int) -> LayerState:
+        home = Home(
+            on_host=kinds[i] != "R",
+            spare=speculates and kinds[i] in "PWS",
+            streamed=kinds[i] == "S",
+            has_gradient=source.terms.waits_for_norm or kinds[i] in BY_HOST,
+            shelf=next(on_disk) if kinds[i] == "D" else None,
+        )
+        return LayerState(device, source.layers[i], source.terms, home)
+
+    states: dict[int, LayerState] = {}
+    # Resident layers come first: their values pass through the host while it still has room.
+    for is_resident in (True, False):
+        places = [i for i, kind in enumerate(kinds) if (kind == "R") is is_resident]
+        states |= zip(places, source.start(new_state(i) for i in places), strict=True)
+    return [states[i] for i in range(len(kinds))]
 
 
 def send_boundaries_home(layers: Sequence[LayerState], num_bytes: int = 0) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,68 +50,52 @@ class Speculation(NamedTuple):
     skipped: list[bool]
 
 
-class LayerState:
-    """A layer's state in its memory: on the host, or, if the layer is resident, on the device. Weights and gradient
-    have the training's dtype. `deadline`: the update with the lowest deadline runs first; None: layers have their
-    deadlines in the order in which they are made, the order of the forward pass.
+class NamedLayer(NamedTuple):
+    """A layer's module, without memory, and the prefix of its parameters' names. `groups`: by a parameter's name, the
+    index of its AdamW settings; None: the groups of published_settings()."""
 
-    `spare`: True: make a second state, into which a speculative update writes before the clip factor is known; a commit
-    exchanges both states. `streamed` layers live on the host and are updated on the device, in a slot. Without
-    `has_gradient` the home has no memory for the gradient: the device updates the layer right after its backward pass.
-    With a `shelf` the optimizer's state is on the disk, at that shelf. `groups`: by a parameter's name, the index of
-    its AdamW settings; None: the groups of published_settings(). A `bare` layer is never updated: it has no optimizer's
-    state, and on the host no gradient.
+    module: nn.Module
+    prefix: str
+    groups: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Home:
+    """The memory where a layer's state lives, and what of the state it holds. A layer is resident unless its home is
+    the host.
+
+    `spare`: a second state, into which a speculative update writes before the clip factor is known; a commit exchanges
+    both states. `streamed` layers live on the host and are updated on the device, in a slot. Without `has_gradient` the
+    home has no memory for the gradient: the device updates the layer right after its backward pass. With a `shelf` the
+    optimizer's state is on the disk, at that shelf. A `bare` layer is never updated: it has no optimizer's state, and
+    on the host no gradient."""
+
+    on_host: bool
+    spare: bool = False
+    streamed: bool = False
+    has_gradient: bool = True
+    shelf: Shelf | None = None
+    bare: bool = False
+
+
+class LayerState:
+    """A layer's state in its home. Weights and gradient have the training's dtype. `deadline`: the update with the
+    lowest deadline runs first; None: layers have their deadlines in the order in which they are made, the order of the
+    forward pass.
 
     With several ranks a layer on the host is split: this home is the rank's part, which begins at element `first` of
     the whole slab of `whole_numel` elements. A resident layer is whole on every rank, and each rank makes the same
     update."""
 
     def __init__(
-        self,
-        device: Device,
-        module: nn.Module,
-        prefix: str,
-        terms: Terms,
-        *,
-        host: bool,
-        spare: bool = False,
-        streamed: bool = False,
-        has_gradient: bool = True,
-        shelf: Shelf | None = None,
-        groups: Mapping[str, int] | None = None,
-        bare: bool = False,
-        deadline: int | None = None,
+        self, device: Device, layer: NamedLayer, terms: Terms, home: Home, deadline: int | None = None
     ) -> None:
-        self.device, self.module, self.layout, self.prefix = device, module, layout_of(module), prefix
-        self.updater = "update" if host else "compute"  # row of update() in a trace
-        # adds: True: the next backward pass adds to the gradient at home
-        self.terms, self.adds = terms, False
+        self.device, self.module, self.prefix = device, layer.module, layer.prefix
+        self.layout, self.terms, self.shelf = layout_of(layer.module), terms, home.shelf
+        self.adds = False  # True: the next backward pass adds to the gradient at home
         self.deadline = device.next_place() if deadline is None else deadline
-        ranks, dtype, numel = device.ranks, DTYPES[terms.dtype], self.layout.numel
-        self.is_shared, self.whole_numel = host and ranks.num_ranks > 1, shared_numel(numel, ranks.num_ranks)
-        if self.is_shared:
-            numel = self.whole_numel // ranks.num_ranks
-        self.first = numel * ranks.rank if self.is_shared else 0
-        # the pieces in this home
-        self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)
-        kept = kept_dtypes(terms.dtype)
-        has_kept = shelf is None and not bare
-        self.shelf, self.current = (
-            shelf,
-            _room_for_state(device, numel, dtype, kept if has_kept else [], host=host),
-        )
-        self.spare = _room_for_state(device, numel, dtype, kept, host=host) if spare else None
-        self.has_gradient = has_gradient and not (bare and host)
-        self.grads = (
-            device.room(numel, dtype, host=host) if self.has_gradient else torch.empty(0, dtype=dtype)
-        )
+        self._take_memory(home, layer.groups)
         self.num_updates = 0
-        self.steps = device.room(1, torch.float32, host=False)[0] if streamed or not host else torch.zeros(())
-        # One call of a compiled kernel on the device takes a whole layer. The host's updates go in chunks, which share
-        # its threads.
-        block = block_numel(terms.dtype) if streamed or not host else CHUNK
-        by_kernel = takes_one_pass(self.current, self.steps.device.type)
-        self.chunks = chunks(self.pieces, numel if by_kernel else block)
         self.adamw = partial(update, num_threads=device.num_workers, deadline=self.deadline)
         self.updated: Future = Future()
         self.updated.set_result(None)
@@ -121,18 +106,45 @@ class LayerState:
         # For each micro-batch: the layer's inputs, and the edges at which the outputs' gradients enter the graph.
         self.saved: list[tuple[Passed, list[GradientEdge]]] = []
         self.collected = torch.empty(0)  # slab that the last backward pass filled with gradients
-        self._parameters_by_name: dict[
-            str, nn.Parameter
-        ] = {}  # the module's parameters by name; empty: not yet looked up
+        # the module's parameters by name; empty: not yet looked up
+        self._parameters_by_name: dict[str, nn.Parameter] = {}
         self.rooms = GradientViews({}, is_open=True)
-        if shelf is not None:
-            shelf.prefix = prefix
+        if home.shelf is not None:
+            home.shelf.prefix = layer.prefix
+
+    def _take_memory(self, home: Home, groups: Mapping[str, int] | None) -> None:
+        """Make the slabs of this home, and divide the update into chunks."""
+        device, dtype, numel = self.device, DTYPES[self.terms.dtype], self.layout.numel
+        ranks = device.ranks
+        self.is_shared = home.on_host and ranks.num_ranks > 1
+        self.whole_numel = shared_numel(numel, ranks.num_ranks)
+        if self.is_shared:
+            numel = self.whole_numel // ranks.num_ranks
+        self.first = numel * ranks.rank if self.is_shared else 0
+        # the pieces in this home
+        self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)
+        kept = kept_dtypes(self.terms.dtype)
+        in_memory = [] if home.shelf is not None or home.bare else kept
+        self.current = _room_for_state(device, numel, dtype, in_memory, host=home.on_host)
+        self.spare = _room_for_state(device, numel, dtype, kept, host=home.on_host) if home.spare else None
+        self.has_gradient = home.has_gradient and not (home.bare and home.on_host)
+        self.grads = torch.empty(0, dtype=dtype)
+        if self.has_gradient:
+            self.grads = device.room(numel, dtype, host=home.on_host)
+        by_device = home.streamed or not home.on_host
+        self.steps = device.room(1, torch.float32, host=False)[0] if by_device else torch.zeros(())
+        # One call of a compiled kernel on the device takes a whole layer. The host's updates go in chunks, which share
+        # its threads.
+        block = block_numel(self.terms.dtype) if by_device else CHUNK
+        by_kernel = takes_one_pass(self.current, self.steps.device.type)
+        self.chunks = chunks(self.pieces, numel if by_kernel else block)
+        self.updater = "update" if home.on_host else "compute"  # row of update() in a trace
 
     @classmethod
-    def of_model(cls, device: Device, workload: Workload, index: int, **place: Any) -> LayerState:
+    def of_model(cls, device: Device, workload: Workload, index: int, home: Home) -> LayerState:
         """Return the state of layer `index` of a workload's model."""
-        name = workload.anatomy.layer_name(index)
-        return cls(device, new_layer(workload, index), name, Terms.of(workload), **place)
+        layer = NamedLayer(new_layer(workload, index), workload.anatomy.layer_name(index))
+        return cls(device, layer, Terms.of(workload), home)
 
     def state_of(self, kept: list[Tensor]) -> State:
         """Return a state of the current weights and the optimizer's slabs `kept`. The slabs may be longer than the

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from harness.core.method import Step
-from harness.devices.streams import Device
 from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
@@ -70,20 +69,14 @@ class UpdateRule:
 
     def __init__(
         self,
-        device: Device,
         terms: Terms,
         ends: AnyEnds,
         layers: list[Layer],
         clipping: str | None,
         order: Sequence[int] | None = None,
     ) -> None:
-        self.device, self.clip_norm, self.order, self.ends, self.layers = (
-            device,
-            terms.clip_norm,
-            order,
-            ends,
-            layers,
-        )
+        self.device, self.ends, self.layers = ends.states[0].device, ends, layers
+        self.clip_norm, self.order = terms.clip_norm, order
         self.usual_timing = TIMINGS[clipping]
         # the timing of this step
         self.timing = DEFERRED if self.usual_timing is SPECULATIVE else self.usual_timing

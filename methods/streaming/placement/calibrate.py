@@ -43,7 +43,7 @@ from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
-from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.layer_state import Home, LayerState, Passed
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw
 
@@ -123,7 +123,7 @@ def compute(workload: Workload, device: Device) -> dict[str, Any]:
     loss and gradients.
     """
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
-    layer = LayerState.of_model(device, workload, 0, host=False)
+    layer = LayerState.of_model(device, workload, 0, Home(on_host=False))
     draw([layer], workload)
     layer.bind(layer.current.weights)
     x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
@@ -207,8 +207,8 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return the rates of updates on the device, in parameters a second: of a resident layer, and of a streamed layer
     in its slot."""
-    resident = LayerState.of_model(device, workload, 0, host=False)
-    streamed = LayerState.of_model(device, workload, 0, host=True, streamed=True)
+    resident = LayerState.of_model(device, workload, 0, Home(on_host=False))
+    streamed = LayerState.of_model(device, workload, 0, Home(on_host=True, streamed=True))
     slot, grads, step = Slot(streamed, whole=True), GradientRoom(streamed).slab, streamed.next_step(SETTINGS)
     updates: dict[str, Callable[[], Any]] = {
         "on_device": lambda: resident.update(SETTINGS, None),
@@ -225,7 +225,8 @@ def landed_layers(
     device: Device, workload: Workload, num_layers: int, *, spare: bool = False
 ) -> list[LayerState]:
     """Return layers whose state is on the host and whose gradients have arrived there."""
-    layers = [LayerState.of_model(device, workload, i, host=True, spare=spare) for i in range(num_layers)]
+    home = Home(on_host=True, spare=spare)
+    layers = [LayerState.of_model(device, workload, i, home) for i in range(num_layers)]
     for layer in layers:
         layer.landed = device.outbound.record_event()
     return layers

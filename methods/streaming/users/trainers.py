@@ -36,7 +36,7 @@ from methods.shared.loss_scale import LossScale
 from methods.shared.memory_needs import writable
 from methods.streaming.embedding_and_head import OnDevice
 from methods.streaming.layer_kinds import Streamed, new_layers
-from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.layer_state import Home, LayerState, Passed
 from methods.streaming.placement.choice import DEFAULT_WINDOW, PlacementChoice, with_homes
 from methods.streaming.placement.placement import CLIPPINGS, UserSizes, home_of_boundaries, parse
 from methods.streaming.slot import GradientRoom, Slot
@@ -59,7 +59,7 @@ class WindowStream:
         self.layers = new_layers(parts.device, parts.layers, kinds, window_size, disk, speculates=speculates)
         self.states = [layer.state for layer in self.layers]
         ends = OnDevice(parts.ends)
-        self.rule = UpdateRule(parts.device, parts.layers.terms, ends, self.layers, clipping, parts.order)
+        self.rule = UpdateRule(parts.layers.terms, ends, self.layers, clipping, parts.order)
         self.scale = self.rule.scale
         self.waits = self.rule.usual_timing is DEFERRED
         self.window = Window(self.layers, kinds, window_size, self.rule)
@@ -122,10 +122,9 @@ class OneLayerStream:
             parts.order,
             parts.layers,
         )
-        every = zip(layers.modules, layers.prefixes, layers.groups, strict=True)
+        home = Home(on_host=True)
         self.states = layers.start(
-            LayerState(parts.device, module, prefix, layers.terms, host=True, groups=groups)
-            for module, prefix, groups in every
+            LayerState(parts.device, layer, layers.terms, home) for layer in layers.layers
         )
         self.max_norm, self.scale = layers.terms.clip_norm, LossScale(layers.terms)
         largest = max(self.states, key=lambda state: state.layout.numel)
@@ -171,8 +170,8 @@ class TrialStream:
         layers = parts.layers
         self.scale = LossScale(layers.terms)
         self.states = layers.start(
-            LayerState(parts.device, module, prefix, layers.terms, host=True, bare=True)
-            for module, prefix in zip(layers.modules, layers.prefixes, strict=True)
+            LayerState(parts.device, layer, layers.terms, Home(on_host=True, bare=True))
+            for layer in layers.layers
         )
         largest = max(self.states, key=lambda state: state.layout.numel)
         self.slot, self.gradients = Slot(largest), GradientRoom(largest)

@@ -28,7 +28,7 @@ from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.shared.terms import Terms
 from methods.streaming.layer_kinds import LayerSource, send_boundaries_home
-from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.starting_values import fill
 from methods.streaming.users.access import (
     UPDATES_HAVE_BEGUN,
@@ -502,10 +502,8 @@ class UserTraining:
         """Move the layers to their homes, and the rest of the model to the device. `bare`: True: make no AdamW
         states."""
         user, gpu = self.user, self.gpu
-        groups = [user.groups_of(parameters) for parameters in (user.rest, *user.own_parameters)]
-        self.ends = LayerState(
-            gpu, user.ends, "rest of the model", self.terms, host=False, groups=groups[0], bare=bare
-        )
+        rest = NamedLayer(user.ends, "rest of the model", user.groups_of(user.rest))
+        self.ends = LayerState(gpu, rest, self.terms, Home(on_host=False, bare=bare))
         _move_home(self.ends, user.rest)
         for name, parameter in zip(self.ends.layout.names, user.rest, strict=True):
             self._undo.callback(self.ends.adopt(name, parameter).remove)
@@ -520,8 +518,11 @@ class UserTraining:
                 started.append(state)
             return started
 
-        layers = LayerSource(self.terms, user.layers, user.prefixes, start, groups[1:])
-        self.stream = make(Parts(gpu, layers, self.ends, user.order))
+        layers = [
+            NamedLayer(layer, prefix, user.groups_of(parameters))
+            for layer, prefix, parameters in zip(user.layers, user.prefixes, user.own_parameters, strict=True)
+        ]
+        self.stream = make(Parts(gpu, LayerSource(self.terms, layers, start), self.ends, user.order))
 
     def _take_over(self) -> None:
         """Replace each layer's forward() by a call of this training, observe the script's uses of the layers'

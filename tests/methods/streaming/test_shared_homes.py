@@ -20,7 +20,7 @@ from harness.plan.fit import resolve
 from methods.offload import adamw_kernel
 from methods.offload.adamw import Piece, published_settings
 from methods.offload.layout import cut
-from methods.streaming.layer_state import LayerState
+from methods.streaming.layer_state import Home, LayerState
 from methods.streaming.starting_values import draw
 from tests.support.configured import configured
 from tests.support.training import small_bytes, tiny
@@ -86,7 +86,7 @@ def home_of(rank: int, num_ranks: int, workload: Workload) -> Iterator[LayerStat
     with Device("cpu") as cpu:
         cpu.ranks = Ranks("sim", num_ranks)
         cpu.ranks.rank = rank
-        state = LayerState.of_model(cpu, workload, 1, host=True)
+        state = LayerState.of_model(cpu, workload, 1, Home(on_host=True))
         draw([state], workload)
         yield state
 

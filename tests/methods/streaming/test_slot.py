@@ -22,7 +22,7 @@ from methods.offload.adamw import published_settings
 from methods.offload.layout import layout_of
 from methods.offload.state import joined, keep_
 from methods.shared.terms import Terms
-from methods.streaming.layer_state import LayerState, Passed
+from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw
 from tests.support.training import tiny, train
@@ -53,7 +53,7 @@ def random(shape: Any, seed: int) -> Tensor:
 
 
 def odd_layer(device: Device, dtype: str = "fp32") -> LayerState:
-    layer = LayerState(device, Odd(), "odd.", Terms(dtype), host=True)
+    layer = LayerState(device, NamedLayer(Odd(), "odd."), Terms(dtype), Home(on_host=True))
     keep_(layer.current, random(layer.layout.numel, seed=0))
     return layer
 
@@ -121,7 +121,7 @@ def test_update_changes_every_element(device: Device) -> None:
 
 
 def test_update_leaves_the_padding_at_zero(device: Device) -> None:
-    layer = LayerState(device, Odd(), "odd.", Terms("fp32"), host=True)
+    layer = LayerState(device, NamedLayer(Odd(), "odd."), Terms("fp32"), Home(on_host=True))
     update_at_home(layer, None)
     for view in layer.layout.views(layer.current.weights):
         view.zero_()
@@ -187,7 +187,7 @@ def passed(x: Tensor) -> list[Passed]:
 
 
 def new_state(device: Device, workload: Workload, index: int = 1) -> LayerState:
-    state = LayerState.of_model(device, workload, index, host=True)
+    state = LayerState.of_model(device, workload, index, Home(on_host=True))
     draw([state], workload)
     return state
 
