@@ -26,14 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.base.checkout import ROOT
-from harness.core.job import EPSILON, MOST_LAYERS, Budget, Job, Workload
-from harness.core.record import Record
-from harness.gate import departures
-from harness.gate.evidence import is_same, other_scales, promises_bits
+from harness.core.job import EPSILON, MOST_LAYERS, Job, Workload
+from harness.core.record import Gate
 from harness.gate.trial import Trial
 
 LEARNING_RATE = 3.75e-3
@@ -92,34 +90,13 @@ ALL_LAYERS = MOST_LAYERS
 
 class Probe(NamedTuple):
     """The trials of a probe, the trial in fp32 first. `untested`: what could not be tested, as text. `refused`: why the
-    method does not train at the probe's learning rate, although it trained at the job's."""
+    method does not train at the probe's learning rate, although it trained at the job's. `missing`: how many trainings
+    of the probe an archive lacks, as text."""
 
     trials: tuple[Trial, ...] = ()
     untested: str = ""
     refused: str = ""
-
-
-class Runs(NamedTuple):
-    """The functions by which a probe makes and runs its jobs.
-
-    `measure` runs a job and returns its record. `reference_of` returns the job of the reference. `fits` returns the
-    largest number of layers at which a job fits. `why_not` returns why a job cannot run, or None. `twin_of` returns the
-    same job with another number of layers.
-    """
-
-    measure: Callable[[Job], Record]
-    reference_of: Callable[[Job], Job]
-    fits: Callable[[Job], int]
-    why_not: Callable[[Job], str | None]
-    twin_of: Callable[[Job, int], Job]
-
-
-class NoTrial(NamedTuple):
-    """The result of a probe that could not train. `why`: the reason, as text. `is_of_the_size_that_trained`: True if
-    the probe had the size of the run, so that only its learning rate was different."""
-
-    why: str
-    is_of_the_size_that_trained: bool
+    missing: str = ""
 
 
 def roundings_of(dtype: str) -> tuple[tuple[str, ...], ...]:
@@ -135,89 +112,13 @@ def extent_of(trial: Trial, whole: Workload) -> Extent:
     return Extent(load.num_layers, trial.record.job.steps, is_full)
 
 
-def train_probe(job: Job, number: int, extent: Extent, runs: Runs) -> Probe:
-    """Train the probe of model `number` of a job. In half precision the probe is repeated in fp32, unless it gives the
-    very bits of the reference."""
-    found = _trial(job, job.workload.dtype, number, extent, runs)
-    trials, untested = ([found], "") if isinstance(found, Trial) else ([], found.why)
-    refused = found.why if isinstance(found, NoTrial) and found.is_of_the_size_that_trained else ""
-    if job.workload.dtype != "fp32" and not (trials and is_same(trials[0].record, trials[0].reference)):
-        wide = _trial(job, "fp32", number, extent, runs)
-        if isinstance(wide, Trial):
-            trials.insert(0, wide)
-        else:
-            untested = "; ".join(filter(None, (untested, wide.why)))
-    return Probe(tuple(trials), untested, refused)
-
-
-def _trial(job: Job, dtype: str, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
-    """Return the trial at the probe's size. If the method does not train at that size, return the trial at the smallest
-    size or, if it does not train there either, at the job's. A trial that cannot be made gives a NoTrial."""
-    for sizes in dict.fromkeys((sized(job, extent), capped(job.workload), job.workload)):
-        trial = _trial_of(workload(sizes, dtype, extent.steps), job, number, extent, runs)
-        if isinstance(trial, Trial) and trial.record.status == "ok":
-            break
-    return trial
-
-
-def _trial_of(load: Workload, job: Job, number: int, extent: Extent, runs: Runs) -> Trial | NoTrial:
-    """Return the trial at the sizes of `load`, or a NoTrial with the reason why there is none."""
-    probed = dataclasses.replace(job, workload=load, steps=extent.steps, warmup=0, trace=None, save=None)
-    small, depth, why = _deep_enough(dataclasses.replace(probed, budget=_budget(job, extent)), extent, runs)
-    if why:
-        is_whole = depth == job.workload.num_layers and load.batch_size == job.workload.batch_size
-        return NoTrial(f"no probe in {load.dtype}: {why}", is_whole)
-    whole = runs.measure(small)
-    record = whole.models()[min(number, len(whole.others))]
-    reference = runs.reference_of(record.job)
-    theirs = runs.measure(reference)
-    if record.status != "ok" or theirs.status != "ok" or is_same(record, theirs):
-        return Trial(record, theirs)
-    trial = Trial(record, theirs)
-    for names in roundings_of(load.dtype):
-        asked = dataclasses.replace(rounding(reference, names), budget=Budget(seconds=small.budget.seconds))
-        trial = trial._replace(others=(*trial.others, *runs.measure(asked).models()))
-        if load.loss_scale_window and not promises_bits(record) and _skips_differ(trial):
-            return _trial_of(dataclasses.replace(load, loss_scale_window=None), job, number, extent, runs)
-        if departures.of_trial(trial) is None:
-            break
-    return trial
-
-
-def _skips_differ(trial: Trial) -> bool:
-    """True if a rounding, or an engine's own rule of the scale, decides whether a step overflows: then the trainings
-    skip different steps, so that their distance is no measure of rounding. A method that promises the reference's bits
-    needs no such measure."""
-    return any(other_scales(record, trial.reference) for record in (trial.record, *trial.others))
-
-
-def _budget(job: Job, extent: Extent) -> Budget:
-    """Return a budget that gives each step of the probe as much time as a step of the job has. A simulated slow link is
-    left out, because it does not change the training."""
-    budget = (
-        dataclasses.replace(job.budget, link_bytes_per_second=None) if job.device == "sim" else job.budget
-    )
-    if budget.seconds and job.steps < extent.steps:
-        return dataclasses.replace(budget, seconds=math.ceil(budget.seconds * extent.steps / job.steps))
-    return budget
-
-
-def _deep_enough(job: Job, extent: Extent, runs: Runs) -> tuple[Job, int, str]:
-    """Double the probe's number of layers until the method can train the job with it. Return the job, its number of
-    layers, and an empty text or, if no number works, the reason."""
-    most = min(job.workload.num_layers, runs.fits(runs.reference_of(job)))
-    depth, why = min(most, extent.layers), "the reference does not fit at any depth"
-    while depth >= 1:
-        try:
-            small = runs.twin_of(job, depth)
-            if not (why := runs.why_not(small) or ""):
-                return small, depth, ""
-        except ValueError as error:  # the method has no model with so few layers
-            why = str(error)
-        if depth == most:
-            break
-        depth = min(2 * depth, most)
-    return job, depth, why
+def extent_beneath(verdict: Gate) -> Extent:
+    """Return the extent of the probe on which a verdict rests; NONE if it rests on none."""
+    evidence = verdict.evidence
+    layers, steps = evidence.get("probe_layers"), evidence.get("probe_steps")
+    if not layers or not steps:
+        return NONE
+    return Extent(layers, min(max(STEPS, steps), MOST_STEPS), bool(evidence.get("probe_is_full")))
 
 
 def rounding(reference: Job, names: Sequence[str]) -> Job:

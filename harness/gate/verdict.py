@@ -150,6 +150,8 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     if verdict.verdict == "untested":
         return verdict
     rests = {**verdict.evidence, "probe": {trial.dtype: trial.record.key for trial in probe.trials}}
+    if probe.missing and verdict.passed:
+        return Gate("untested", "probe", f"{probe.missing}; {verdict.text}", rests)
     layers, steps, is_full = extent_of(probe.trials[0], record.job.workload) if probe.trials else NONE
     rests |= {"probe_layers": layers, "probe_steps": steps} if steps else {}
     rests |= {"probe_is_full": True} if is_full else {}

@@ -23,7 +23,7 @@ from harness.base.whole_file import own_folder
 from harness.core.job import params_text
 from harness.core.record import ADDED, Record, added_folders, marks, read_all
 from harness.gate import probe
-from harness.gate.judge_anew import Beside, judge_anew
+from harness.gate.archive import Archive
 from harness.models import named_models
 from papers.figures.point import machine_of
 from papers.report.bundle import FOLDER, MANIFEST
@@ -55,8 +55,8 @@ def add(source: Path, results: Path) -> Iterator[str]:
             f" of a model that is known here; {_of_others(sent, there)}" if len(there) < len(sent) else ""
         )
         raise ValueError(f"{source}: {told}{others}; nothing was added")
-    beside = Beside(list(runs.values()), list(probes.values()))
-    judged = {name: _judged(source, name, record, beside) for name, record in new.items()}
+    archive = Archive(list(runs.values()), list(probes.values()))
+    judged = {name: _judged(source, name, record, archive) for name, record in new.items()}
     if len(new) < len(runs):
         yield f"left out: {len(runs) - len(new)} of {counted(len(runs), 'run')}, there already"
     if len(there) < len(sent):
@@ -137,9 +137,9 @@ def _new(runs: dict[str, Record], results: Path) -> dict[str, Record]:
     return new
 
 
-def _judged(source: Path, name: str, record: Record, beside: Beside) -> Record:
+def _judged(source: Path, name: str, record: Record, archive: Archive) -> Record:
     try:
-        return dataclasses.replace(record, gate=judge_anew(record, beside))
+        return dataclasses.replace(record, gate=archive.judge(record))
     except ValueError as error:
         raise ValueError(f"{source}: {name}: {error}; nothing was added") from error
 

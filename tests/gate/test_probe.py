@@ -14,7 +14,8 @@ from harness.base.checkout import ROOT
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import departures, evidence, limits, probe
-from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, capped, train_probe
+from harness.gate.court import ProbeTraining, skips_differ
+from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, capped
 from harness.gate.trial import Trial
 from harness.gate.verdict import judge, with_probe
 from harness.jobs.sweep import Sweep
@@ -555,11 +556,9 @@ def test_a_run_beyond_its_plan_that_trained_is_probed_beyond_it(tmp_path: Path, 
 
 @pytest.mark.probe
 def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, in_process: None) -> None:
-    sweep = Sweep(tmp_path)
-    runs = sweep._probe_runs()._replace(fits=lambda reference: 0)
     tiny = dataclasses.replace(job(), budget=Budget(device_bytes=1))
-    found = train_probe(tiny, 0, Extent(), runs)
-    assert found == Probe((), "no probe in fp32: the reference does not fit at any depth")
+    probe = ProbeTraining(tiny, 0, Extent(), Sweep(tmp_path).probes).train()
+    assert probe == Probe((), "no probe in fp32: the reference does not fit at any depth")
 
 
 @pytest.mark.probe
@@ -630,7 +629,7 @@ def test_where_a_rounding_decides_which_steps_fp16_skips_is_no_measure(
 ) -> None:
     """Four honest roundings failed where all but the reference's own skipped other steps."""
     mine, rounded = (trained(BASE, skipped_steps=steps) for steps in (of_method, of_rounding))
-    assert probe._skips_differ(Trial(mine, trained(BASE, skipped_steps=[3]), (rounded,))) is differ
+    assert skips_differ(Trial(mine, trained(BASE, skipped_steps=[3]), (rounded,))) is differ
 
 
 def test_a_deeper_probe_has_a_wider_limit() -> None:

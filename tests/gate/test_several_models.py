@@ -32,8 +32,7 @@ def told_of(folder: Path, others: str, option: str) -> str:
             "yield Step(loss.detach(), norm)",
             "steps.append(Step(loss.detach(), norm))\n            yield steps[-1]",
         ),
-        ("        return Trained([", "        tensors = ["),
-        ("for name, p, state in named])", "for name, p, state in named]"),
+        ("        return Trained(\n", "        tensors = (\n"),
     ):
         assert old in text, old
         text = text.replace(old, new)

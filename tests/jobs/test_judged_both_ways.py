@@ -13,7 +13,7 @@ import pytest
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record, read_all
-from harness.gate.judge_anew import Beside, judge_anew
+from harness.gate.archive import Archive
 from harness.gate.probe import FOLDER, METHODS, STEPS, Extent
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
@@ -82,8 +82,8 @@ def test_a_record_is_judged_alike_in_a_sweep_and_as_an_archive(
     path, record = of(results, whose)
     change(record).write(path)
     path, record = of(results, "run")
-    beside = Beside(*(list(read_all(folder)[0].values()) for folder in (results, results / FOLDER)))
-    in_archive = judge_anew(record, beside)
+    archive = Archive(*(list(read_all(folder)[0].values()) for folder in (results, results / FOLDER)))
+    in_archive = archive.judge(record)
     events: list[dict] = []
     in_sweep = Sweep(results, probe=EXTENT, report=events.append)._judge(path).gate
     assert "start" not in [event["event"] for event in events]  # else other records would be judged

@@ -17,7 +17,7 @@ from harness.core.method import create
 from harness.core.record import Record, read_all
 from harness.devices import machine
 from harness.jobs.progress import _Lines, closing_line, print_results
-from harness.jobs.sweep import Sweep
+from harness.jobs.sweep import Store, Sweep
 from harness.plan.fit import Planned, largest, resolve
 from papers.report.tables import Entry, record_row
 from tests.support import forks, records
@@ -177,7 +177,7 @@ def test_what_is_asked_for_is_timed_although_its_code_changed_since_the_call_beg
         return records.launch(job, *words)
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)
-    monkeypatch.setattr(Sweep, "key", lambda self, job: f"{job.method} {bool(told)}")
+    monkeypatch.setattr(Store, "key", lambda self, job: f"{job.method} {bool(told)}")
     Sweep(tmp_path).run(plans("resident", "l2l"))
     assert told[:2] == [("resident", True), ("l2l", True)]
 
