@@ -89,17 +89,17 @@ class Hydra(Method):
                 f"{cut} halves, got {self.num_batch_sizes}"
             )
         key_of(self.policy)
-        asked = self.shard_layers
-        if self.partitioner == "presharded" and asked is None:
+        shard_layers = self.shard_layers
+        if self.partitioner == "presharded" and shard_layers is None:
             raise ValueError(
                 "partitioner=presharded needs shard_layers, the number of layers of a shard; try --option"
                 " shard_layers=1"
             )
-        if asked is not None and not 1 <= asked <= workload.num_layers:
-            raise ValueError(f"shard_layers: expected 1 to {workload.num_layers}, got {asked}")
+        if shard_layers is not None and not 1 <= shard_layers <= workload.num_layers:
+            raise ValueError(f"shard_layers: expected 1 to {workload.num_layers}, got {shard_layers}")
         device_bytes = room.device_bytes
-        if asked is not None or device_bytes is None:
-            return self._plan(workload, room, asked or 1)
+        if shard_layers is not None or device_bytes is None:
+            return self._plan(workload, room, shard_layers or 1)
         most = largest_depth(
             lambda n: n <= workload.num_layers and self._plan(workload, room, n).device_bytes <= device_bytes  # type: ignore[operator]
         )
@@ -124,7 +124,7 @@ class Hydra(Method):
         from methods.sharding.device_worker import Worker
         from methods.sharding.dispatch import Dispatcher
         from methods.sharding.rehearsal import rehearse
-        from methods.sharding.task import Task
+        from methods.sharding.task import Task, TaskSettings
         from methods.sharding.two_devices import First
 
         assert self.shard_layers
@@ -132,14 +132,14 @@ class Hydra(Method):
         # the ends counted as layers
         lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]
         names, is_alone = workload.anatomy.names(workload.num_layers), self.num_models == 1
-        own = several(workload, self.num_models, self.num_batch_sizes)
+        workloads = several(workload, self.num_models, self.num_batch_sizes)
         num_batches, is_shared = len(batches) if hasattr(batches, "__len__") else None, self.num_devices > 1
-        words: dict[str, Any] = {
-            "max_norm": workload.clip_norm,
-            "update": "later" if workload.clip_norm else "now",
-            "keeps_graphs": self.intermediates == "saved",
-            "micro_batches": workload.micro_batches,
-        }
+        settings = TaskSettings(
+            max_norm=workload.clip_norm,
+            update="later" if workload.clip_norm else "now",
+            keeps_graphs=self.intermediates == "saved",
+            micro_batches=workload.micro_batches,
+        )
         options: dict[str, Any] = {
             "double_buffer": self.double_buffer,
             "intermediates": self.intermediates,
@@ -147,40 +147,39 @@ class Hydra(Method):
         }
         with ExitStack() as stack:
             gpu = stack.enter_context(Device(device))
-            in_halves = [not number and self._halves(workload.dropout) for number in range(len(own))]
+            in_halves = [number == 0 and self._halves(workload.dropout) for number in range(len(workloads))]
             models = [
-                gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=each) for each in in_halves
+                gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=is_halved)
+                for is_halved in in_halves
             ]
             if is_shared:
-                found = gpt.device_names(device, self.num_devices)
-                devices = start_processes(found, models, options, stack, torch.get_num_threads())
+                device_names = gpt.device_names(device, self.num_devices)
+                devices = start_processes(device_names, models, options, stack, torch.get_num_threads())
             else:  # unless is_alone, the host waits for each unit, because the policy needs the unit's time
                 devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
             splits: list[tuple[int, int]] = []
             if self.partitioner == "exact" and device != "cpu":
                 # Batches for several processes stay on the CPU: a process that reads another's GPU tensor makes a
                 # context on that GPU.
-                rows = [gpt.batch(mine, "cpu" if is_shared else device) for mine in own]
-                devices, splits = rehearse(models, rows, [words] * len(own), devices)
+                samples = [gpt.batch(load, "cpu" if is_shared else device) for load in workloads]
+                devices, splits = rehearse(models, samples, [settings] * len(workloads), devices)
             tasks: list[Task] = []
-            for number, (mine, shared) in enumerate(zip(own, tee(batches, len(own)), strict=True)):
-                parts = workload.batch_size // mine.batch_size
-                given = (
-                    number,
-                    models[number],
-                    names,
-                    gpt.parts(shared, parts, to_host=is_shared),
-                    num_batches and parts * num_batches,
+            for number, (load, stream) in enumerate(
+                zip(workloads, tee(batches, len(workloads)), strict=True)
+            ):
+                num_parts = workload.batch_size // load.batch_size
+                parts = gpt.parts(stream, num_parts, to_host=is_shared)
+                arguments = (number, models[number], names, parts, num_batches and num_parts * num_batches)
+                task_settings = dataclasses.replace(
+                    settings,
+                    learning_rate_at=load.learning_rate_at,
+                    per_round=num_parts,
+                    random_state=gpt.random_state(workload, device),
                 )
-                more = {
-                    **words,
-                    "learning_rate_at": mine.learning_rate_at,
-                    "per_round": parts,
-                    "random_state": gpt.random_state(workload, device),
-                }
-                tasks.append(
-                    First(*given, second_random=None, **more) if in_halves[number] else Task(*given, **more)
-                )
+                if in_halves[number]:
+                    tasks.append(First(*arguments, second_random=None, settings=task_settings))
+                else:
+                    tasks.append(Task(*arguments, task_settings))
             # A model may be one step ahead of the slowest model, so that no device waits for the slowest model.
             most_ahead = int(num_batches is not None and is_shared)
             dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
@@ -199,8 +198,8 @@ class Hydra(Method):
             if not is_alone:
                 turns = [[*turned] for turned in dispatcher.timeline[-MOST_TURNS:]]
                 schedule |= {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
-            others = [gpt.other(own[n], models[n], steps[n], names) for n in range(1, len(own))]
-            moved_bytes = sum(each.moved_bytes for each in devices)
+            others = [gpt.other(workloads[n], models[n], steps[n], names) for n in range(1, len(workloads))]
+            moved_bytes = sum(device.moved_bytes for device in devices)
             return Trained(
                 gpt.tensors(models[0], names), moved_bytes, schedule, others, largest_peaks(devices)
             )
@@ -209,10 +208,8 @@ class Hydra(Method):
         size, whole, anatomy = workload.weight_bytes, workload.num_params, workload.anatomy
         states = OPTIMIZER_BYTES[workload.dtype]
         shards = model_shards(workload, num_layers)
-        num_shards, largest = (
-            sum(count for count, _ in shards),
-            max(each.num_bytes(workload) for _, each in shards),
-        )
+        num_shards = sum(count for count, _ in shards)
+        largest = max(shard.num_bytes(workload) for _, shard in shards)
         part = one_micro_batch(workload)
         boundary = part.boundary_bytes
         # torch page-locks the host memory of each non-blocking copy
@@ -231,7 +228,7 @@ class Hydra(Method):
         # precision every update allocates its shard's gradients in fp32.
         updated = 8 * anatomy.largest_numel
         if size < 4:
-            updated += max(each.num_bytes(workload, lambda numel, _: 4 * numel) for _, each in shards)
+            updated += max(shard.num_bytes(workload, lambda numel, _: 4 * numel) for _, shard in shards)
         norms = self.num_models * anatomy.total(workload.num_layers, lambda shape: 1) + SCALARS
         device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
         # a rehearsal's tokens, 8 bytes each

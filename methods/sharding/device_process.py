@@ -46,7 +46,7 @@ class Here:
     without waiting for the device, and a unit's failure is raised, unless device memory ran out."""
 
     connection = None
-    told = 0
+    num_known_splits = 0
     peaks: dict[str, int] = {}  # noqa: RUF012 always empty, because the harness itself reads this process's peaks
 
     def __init__(self, worker: Worker, *, is_alone: bool = False) -> None:
@@ -69,20 +69,22 @@ class Process:
     that this call needs, which is imported once for all such processes. Raises TypeError if an argument cannot be
     sent."""
 
-    def __init__(self, module: str, entry: Callable[..., None], *given: Any) -> None:
+    def __init__(self, module: str, entry: Callable[..., None], *arguments: Any) -> None:
         try:
-            order = ForkingPickler.dumps((entry, given))  # before the process starts, because this may fail
+            order = ForkingPickler.dumps(
+                (entry, arguments)
+            )  # before the process starts, because this may fail
         except (AttributeError, pickle.PicklingError) as error:
             raise TypeError(f"expected what another process can be sent, got: {error}") from error
         # `told` has what the process needs to find the classes of the caller's script, and the key to shared memory.
-        told = spawn.get_preparation_data("device")
-        ours, theirs = socket.socketpair()
-        with theirs:
+        num_known_splits = spawn.get_preparation_data("device")
+        near_end, far_end = socket.socketpair()
+        with far_end:
             imports = (module, "torch._dynamo")
-            self.process = fork_server.start(__name__, 1, 2, child_environment(), [theirs.fileno()], imports)
-            print(theirs.fileno(), file=self.process.stdin, flush=True)
-        self.connection = Connection(ours.detach())
-        self.connection.send(told | {"authkey": bytes(told["authkey"])})
+            self.process = fork_server.start(__name__, 1, 2, child_environment(), [far_end.fileno()], imports)
+            print(far_end.fileno(), file=self.process.stdin, flush=True)
+        self.connection = Connection(near_end.detach())
+        self.connection.send(num_known_splits | {"authkey": bytes(num_known_splits["authkey"])})
         self.connection.send_bytes(order)
 
     def close(self) -> None:
@@ -95,12 +97,12 @@ class Elsewhere(Process):
     threads in the process. On a CPU this number changes the rounding of sums, so runs that are compared bit by bit need
     the same number."""
 
-    def __init__(self, make_worker: Callable[..., Any], *given: Any, num_threads: int = 1) -> None:
+    def __init__(self, make_worker: Callable[..., Any], *arguments: Any, num_threads: int = 1) -> None:
         if num_threads > 1:
             # A process's idle threads must sleep, so that they leave the cores to other processes.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        super().__init__(make_worker.__module__, serve, num_threads, make_worker, *given)
-        self.told = 0  # number of halved shards that the process was told of
+        super().__init__(make_worker.__module__, serve, num_threads, make_worker, *arguments)
+        self.num_known_splits = 0  # number of halved shards that the process was told of
         self.moved_bytes, self.peaks = 0, dict[str, int]()  # the process's values at its last reply
 
     def ready(self) -> None:
@@ -152,9 +154,11 @@ def shares(names: Sequence[str]) -> list[float]:
     """
     if not (names[0].startswith("cuda") and torch.cuda.is_initialized()):
         return [1.0] * len(names)
-    whole, own = torch.cuda.get_per_process_memory_fraction(), torch.cuda.current_device()
-    left = max(0.0, whole - cuda_budget.LEADING_BYTES / torch.cuda.get_device_properties(own).total_memory)
-    return [left if torch.device(name).index in (None, own) else whole for name in names]
+    whole, current = torch.cuda.get_per_process_memory_fraction(), torch.cuda.current_device()
+    left = max(
+        0.0, whole - cuda_budget.LEADING_BYTES / torch.cuda.get_device_properties(current).total_memory
+    )
+    return [left if torch.device(name).index in (None, current) else whole for name in names]
 
 
 def make_worker(
@@ -197,11 +201,11 @@ def main() -> None:
     this._inheriting = True  # type: ignore[attr-defined]  # without this, a script without a main guard would run again
     spawn.prepare(connection.recv())
     del this._inheriting  # type: ignore[attr-defined]
-    entry, given = connection.recv()
-    entry(connection, *given)
+    entry, arguments = connection.recv()
+    entry(connection, *arguments)
 
 
-def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *given: Any) -> None:
+def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *arguments: Any) -> None:
     """Make a worker by make_worker(*given) and run the units that come over the connection, until the connection is
     closed."""
 
@@ -212,7 +216,7 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *g
 
     use_cores(num_threads)
     try:
-        worker = make_worker(*given)
+        worker = make_worker(*arguments)
     except Exception:
         return reply(UnitFailure(traceback.format_exc()))
     reply(None)

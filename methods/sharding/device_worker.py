@@ -295,10 +295,10 @@ class Worker:
             if factor is not None:
                 factor = factor.to(self.device.name, non_blocking=True)
             with self._span("update"):
-                is_first = self.unit.version.own == 0
+                is_first = self.unit.version.home == 0
                 shard.step(slot.slabs["states"], factor, self.unit.learning_rate, is_first=is_first)
             self._offload(["weights", "states"])
-        slot.version = slot.version._replace(own=self.unit.version.own + 1)
+        slot.version = slot.version._replace(home=self.unit.version.home + 1)
         slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
 
     def _forward_saved(self, x: Tensors) -> tuple[Tensors, Any]:

@@ -130,14 +130,14 @@ class Dispatcher:
         if unit.kind == FORWARD and task.keeps_graphs:
             task.device = device
         self.running[device] = (task, unit, time.perf_counter() - self.began)
-        device.start(unit, following, self.splits[device.told :])
-        device.told = len(self.splits)
+        device.start(unit, following, self.splits[device.num_known_splits :])
+        device.num_known_splits = len(self.splits)
         return True
 
     def _ready(self) -> list[Any]:
-        here = [device for device in self.running if device.connection is None]
-        if here:
-            return here
+        local = [device for device in self.running if device.connection is None]
+        if local:
+            return local
         connections = {device.connection: device for device in self.running}
         return [connections[connection] for connection in wait(list(connections))]  # type: ignore[index]
 
@@ -171,15 +171,15 @@ class Dispatcher:
         larger than `room`. While another model's unit runs, that model's shards wait for the unit's end. Return False
         if no shard can be halved.
         """
-        tasks = [each for each in self.tasks if each.can_split and not each.failure]
+        tasks = [other for other in self.tasks if other.can_split and not other.failure]
         if task not in tasks or not self._lower_room(tasks):
             return False
         if len(task.shards[unit.shard].layers) > 1:
             self._split(task, unit.shard)
-        running = [each for each, *_ in self.running.values()]
-        for each in tasks:
-            if each not in running:
-                self._fit(each)
+        running = [other for other, *_ in self.running.values()]
+        for other in tasks:
+            if other not in running:
+                self._fit(other)
         return True
 
     def halve_all(self) -> bool:

@@ -48,9 +48,10 @@ def at_home(
         in_halves=in_halves,
     )
     for shard in shards:
-        weights = {name: shard.at_home(name) for name in shard.own}
+        weights = {name: shard.at_home(name) for name in shard.home_names}
         starts = {
-            name: shard.states(shard.slabs["states"], name).get(MASTER, weights[name]) for name in shard.own
+            name: shard.states(shard.slabs["states"], name).get(MASTER, weights[name])
+            for name in shard.home_names
         }
         initialize(starts.items(), workload)
         for name, weight in weights.items():
@@ -60,8 +61,10 @@ def at_home(
 
 def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState]:
     """Return the trained weight and both moments of each parameter named in `ordered`, in this order."""
-    states = {name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.own}
-    weights = {name: shard.at_home(name) for shard in shards for name in shard.own}
+    states = {
+        name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.home_names
+    }
+    weights = {name: shard.at_home(name) for shard in shards for name in shard.home_names}
     moments = {name: (state["exp_avg"], state["exp_avg_sq"]) for name, state in states.items()}
     return [TensorState(name, states[name].get(MASTER, weights[name]), *moments[name]) for name in ordered]
 
@@ -107,12 +110,10 @@ def raise_failures(tasks: Sequence[Task]) -> None:
     failed = [task for task in tasks if task.failure]
     if failed:
         kind = torch.OutOfMemoryError if failed[0].lacks_memory else RuntimeError
-        told = (
-            ""
-            if len(tasks) == 1
-            else f" (model {failed[0].model + 1} of {len(tasks)}; {len(failed)} failed in all)"
-        )
-        raise kind(f"{failed[0].failure.strip().splitlines()[-1]}{told}\n{failed[0].failure}")
+        counts = ""
+        if len(tasks) > 1:
+            counts = f" (model {failed[0].model + 1} of {len(tasks)}; {len(failed)} failed in all)"
+        raise kind(f"{failed[0].failure.strip().splitlines()[-1]}{counts}\n{failed[0].failure}")
 
 
 def other(

@@ -96,20 +96,20 @@ def step(
     In the first step the optimizer makes its own states, outside of the slot, and these are copied into the slot. To
     keep few states outside at once, the first step updates one parameter at a time.
     """
-    given = [dict(each) for each in states] if is_first else with_numbers_on_host(optimizer, states)
-    each_of = zip(parameters, states, given, strict=True)
-    rows = [(parameter, parameter.grad, each, kept) for parameter, each, kept in each_of]
+    passed_states = [dict(state) for state in states] if is_first else with_numbers_on_host(optimizer, states)
+    triples = zip(parameters, states, passed_states, strict=True)
+    rows = [(parameter, parameter.grad, state, passed) for parameter, state, passed in triples]
     for parameter in parameters:
         parameter.grad = None  # the optimizer skips a parameter without a gradient
     for together in [[row] for row in rows] if is_first else [rows]:
-        for parameter, grad, _, kept in together:
+        for parameter, grad, _, passed in together:
             parameter.grad = grad
             if not is_first:
-                optimizer.state[parameter] = kept
+                optimizer.state[parameter] = passed
         optimizer.step()
-        for parameter, _, each, _ in together:
+        for parameter, _, state, _ in together:
             parameter.grad = None
-            _keep(optimizer.state.pop(parameter, {}), each)
+            _keep(optimizer.state.pop(parameter, {}), state)
 
 
 def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States]) -> list[States]:
@@ -118,22 +118,22 @@ def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States])
     An optimizer that is neither fused nor capturable reads each of these numbers in a step. Each read from a device
     would wait for the device, so one copy brings all of them to the host. For other optimizers nothing is moved.
     """
-    found = [dict(each) for each in states]
+    copies = [dict(state) for state in states]
     if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
-        return found
-    numbers = [(each, key) for each in found for key, value in each.items() if not value.dim()]
+        return copies
+    numbers = [(state, key) for state in copies for key, value in state.items() if not value.dim()]
     if numbers and (first := numbers[0][0][numbers[0][1]]).device.type != "cpu":
-        on_host = torch.stack([each[key].to(first.dtype) for each, key in numbers]).cpu()
-        for (each, key), value in zip(numbers, on_host, strict=True):
-            each[key] = value.to(each[key].dtype, copy=True)
-    return found
+        on_host = torch.stack([state[key].to(first.dtype) for state, key in numbers]).cpu()
+        for (state, key), value in zip(numbers, on_host, strict=True):
+            state[key] = value.to(state[key].dtype, copy=True)
+    return copies
 
 
-def _keep(made: States, states: States) -> None:
-    """Copy a parameter's states, `made` by the optimizer, into the slot's tensors `states`. A state that is already in
+def _keep(new_states: States, states: States) -> None:
+    """Copy a parameter's states, which the optimizer made, into the slot's tensors `states`. A state that is already in
     the slot is not copied."""
     with torch.no_grad():
-        for key, value in made.items():
+        for key, value in new_states.items():
             if value is not states[key]:
                 # the host reads single numbers at once: wait
                 states[key].copy_(value, non_blocking=not value.dim())

@@ -12,6 +12,7 @@ these. Each model gets the same trained weights as if it were trained alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -38,7 +39,7 @@ from methods.sharding.partition import longest_runs, run_sizes
 from methods.sharding.rehearsal import foretold_bytes, foretold_elsewhere, rehearse
 from methods.sharding.scheduler import key_of
 from methods.sharding.shard import Shard, cut
-from methods.sharding.task import Task
+from methods.sharding.task import Task, TaskSettings
 from methods.sharding.two_devices import First
 from methods.sharding.unit import INTERMEDIATES
 from methods.sharding.user_model import bring_home, named_layers, ordered_layers, shard_sizes
@@ -126,14 +127,14 @@ def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
     numbers = itertools.count()
 
     @functools.wraps(init)
-    def named(self: ModelTask, *args: Any, **words: Any) -> None:
+    def named(self: ModelTask, *args: Any, **settings: Any) -> None:
         if args and isinstance(args[0], nn.Module):
             args = (f"model {next(numbers)}", *args)
-        if "partitioner" in words:
+        if "partitioner" in settings:
             raise ValueError(
                 "partitioner: expected shards=[2, 4], the number of layers of each shard, got a partitioner"
             )
-        init(self, *args, **words)
+        init(self, *args, **settings)
 
     return named
 
@@ -194,19 +195,17 @@ class ModelOrchestrator:
         self.models: list[list[Shard]] = []
         # the models' states at the end of generate()
         self.watches: list[tuple[ModuleWatch, ModuleState]] = []
-        # `options`: arguments of Worker. `words`: arguments of each model's Task.
+        # `options`: arguments of Worker
         self.options: dict[str, Any] = {"double_buffer": double_buffer, "intermediates": intermediates}
         self._read_settings()
 
     def _read_settings(self) -> None:
         """Read the tasks, which a script may still change before the training."""
-        self.settings, saves = (
-            [task.settings for task in self.tasks],
-            self.options["intermediates"] == "saved",
-        )
+        self.settings = [task.settings for task in self.tasks]
         self.options["max_norms"] = [task.max_norm for task in self.tasks]
-        self.words = [
-            {"update": task.update, "max_norm": task.max_norm, "keeps_graphs": saves} for task in self.tasks
+        keeps_graphs = self.options["intermediates"] == "saved"
+        self.trainings = [
+            TaskSettings(task.max_norm, task.update, keeps_graphs=keeps_graphs) for task in self.tasks
         ]
         for task in self.tasks:
             task.layers = ordered_layers(task.name, task.model)
@@ -249,16 +248,17 @@ class ModelOrchestrator:
                     f"devices: expected one of the {seen} GPUs that torch sees, got {name}; try cpu"
                 )
         self._read_settings()
-        self.models, found = self._cut(self._lengths()), []
+        self.models = self._cut(self._lengths())
+        rows = []
         self.halved = self._longest()
         for number, (task, shards) in enumerate(zip(self.tasks, self.models, strict=True)):
             bring_home(task, shards, in_halves=number == self.halved)
             size = sum(slab.nbytes for shard in shards for slab in shard.slabs.values())
             lengths = [len(shard.layers) for shard in shards]
-            found.append({"name": task.name, "shards": lengths, "host_bytes": size})
+            rows.append({"name": task.name, "shards": lengths, "host_bytes": size})
         watches = [ModuleWatch(task.model, 0, with_hooks=True) for task in self.tasks]
         self.watches = [(watch, watch.state()) for watch in watches]
-        return found
+        return rows
 
     def _longest(self) -> int | None:
         """Return the index of the model whose batches are halved: the model that trains longest, judged by its bytes of
@@ -273,8 +273,8 @@ class ModelOrchestrator:
     def _cut(self, lengths: Sequence[Sequence[int]]) -> list[list[Shard]]:
         """Return each model's shards. `lengths`: for each model, the number of layers of each shard."""
         return [
-            cut(named_layers(task), each, functools.partial(task.optimizer, lr=task.lr), mixed=False)
-            for task, each in zip(self.tasks, lengths, strict=True)
+            cut(named_layers(task), model_lengths, functools.partial(task.optimizer, lr=task.lr), mixed=False)
+            for task, model_lengths in zip(self.tasks, lengths, strict=True)
         ]
 
     def _lengths(self) -> list[list[int]]:
@@ -328,8 +328,8 @@ class ModelOrchestrator:
     def _foretold(self, lengths: list[list[int]]) -> int | None:
         models, batches = self._cut(lengths), [task.first_batch() for task in self.tasks]
         if self._on_gpu:
-            return foretold_elsewhere(models, batches, self.words, self.options)
-        return foretold_bytes(models, batches, self.words, **self.options)
+            return foretold_elsewhere(models, batches, self.trainings, self.options)
+        return foretold_bytes(models, batches, self.trainings, **self.options)
 
     def train_models(self) -> Report:
         """Train every model to its end. A model gets the same weights and losses as if it were trained alone. A failure
@@ -360,7 +360,7 @@ class ModelOrchestrator:
             splits: list[tuple[int, int]] = []
             if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
                 batches = [task.first_batch() for task in self.tasks]
-                devices, splits = rehearse(self.models, batches, self.words, devices)
+                devices, splits = rehearse(self.models, batches, self.trainings, devices)
             chains = list(map(self._chain, range(len(self.tasks))))
             dispatcher = Dispatcher(chains, devices, self.policy, splits=splits)
             tell = _Progress(self.tasks)
@@ -385,15 +385,13 @@ class ModelOrchestrator:
         """Return the Task that makes the units of model `number`."""
         task, shards = self.tasks[number], self.models[number]
         names = [name for shard in shards for name in shard.trained]
-        words = {
-            **self.words[number],
-            "learning_rate_at": task.schedule,
-            "random_state": self._random(task.seed),
-        }
-        given = (number, shards, names, task.batches(), task.num_batches)
+        settings = dataclasses.replace(
+            self.trainings[number], learning_rate_at=task.schedule, random_state=self._random(task.seed)
+        )
+        arguments = (number, shards, names, task.batches(), task.num_batches)
         if number == self.halved:
-            return First(*given, second_random=self._random(task.seed + 1), **words)
-        return Task(*given, **words)
+            return First(*arguments, second_random=self._random(task.seed + 1), settings=settings)
+        return Task(*arguments, settings)
 
     def _random(self, seed: int) -> Any:
         """Return the random state that `seed` gives: the CPU's state and the GPU's state (None if there are no GPUs).
@@ -414,14 +412,18 @@ class _Progress:
     loss of the model that took the last step."""
 
     def __init__(self, tasks: Sequence[ModelTask]) -> None:
-        self.tasks, self.told = tasks, time.monotonic()
+        self.tasks, self.last_line = tasks, time.monotonic()
 
     def __call__(self, last: ModelTask) -> None:
         done, total = (
             sum(len(task.losses) for task in self.tasks),
             sum(task.num_batches for task in self.tasks),
         )
-        if done == total or time.monotonic() > self.told + SECONDS_A_LINE:
-            self.told = time.monotonic()
-            own = f"{last.name} {len(last.losses)} of {last.num_batches}, loss {last.losses[-1]:.4g}"
-            print(f"{done} of {total} steps of {len(self.tasks)} models; {own}", file=sys.stderr, flush=True)
+        if done == total or time.monotonic() > self.last_line + SECONDS_A_LINE:
+            self.last_line = time.monotonic()
+            last_step = f"{last.name} {len(last.losses)} of {last.num_batches}, loss {last.losses[-1]:.4g}"
+            print(
+                f"{done} of {total} steps of {len(self.tasks)} models; {last_step}",
+                file=sys.stderr,
+                flush=True,
+            )

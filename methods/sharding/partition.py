@@ -79,14 +79,14 @@ def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelSh
     room = max(num_blocks * block, *ends)
     first = min(workload.num_layers, (room - ends[0]) // block)
     num_whole, rest = divmod(workload.num_layers - first, room // block)
-    found = [(1, ModelShard(True, first, False)), (num_whole, ModelShard(False, room // block, False))]
-    found = [
+    runs = [(1, ModelShard(True, first, False)), (num_whole, ModelShard(False, room // block, False))]
+    runs = [
         (count, shard)
-        for count, shard in (*found, (1, ModelShard(False, rest, False)))
+        for count, shard in (*runs, (1, ModelShard(False, rest, False)))
         if count * shard.num_layers
     ]
-    count, last = found.pop()
+    count, last = runs.pop()
     joined = last._replace(has_head=True)
     if joined.num_bytes(workload) > room:
-        return [*found, (count, last), (1, ModelShard(False, 0, True))]
-    return [*found, *([(count - 1, last)] if count > 1 else []), (1, joined)]
+        return [*runs, (count, last), (1, ModelShard(False, 0, True))]
+    return [*runs, *([(count - 1, last)] if count > 1 else []), (1, joined)]

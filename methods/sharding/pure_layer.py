@@ -77,14 +77,12 @@ class PureLayer(nn.Module):
         if not self.num_repeats or (not is_recompute and len(self.results) == MOST_RESULTS):
             return
         inputs = (x, list(self.layer.parameters()))
-        given, found = (
-            [byte_sum(leaf) for leaf in tree_leaves(of) if _is_on_cpu(leaf)] for of in (inputs, y)
-        )
+        input_sums, result_sums = _byte_sums(inputs), _byte_sums(y)
         if not is_recompute:
-            self.results[tuple(given)] = found
+            self.results[tuple(input_sums)] = result_sums
             return
         self.num_repeats -= 1
-        if self.results.pop(tuple(given), found) != found:
+        if self.results.pop(tuple(input_sums), result_sums) != result_sums:
             raise ValueError(
                 f"{self.title}: expected the same result from each pass on the same input, got another from the"
                 " recompute; try a layer that keeps no counts outside of modules"
@@ -149,3 +147,8 @@ def _with_gradient(tensor: Tensor) -> Tensor:
 
 def _is_on_cpu(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided
+
+
+def _byte_sums(tensors: Any) -> list[Any]:
+    """Return the sum of the bytes of each tensor on the CPU."""
+    return [byte_sum(leaf) for leaf in tree_leaves(tensors) if _is_on_cpu(leaf)]

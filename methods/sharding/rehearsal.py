@@ -7,6 +7,7 @@ the same rehearsal predicts the peak in bytes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -21,15 +22,17 @@ from methods.sharding.device_process import Here, Process
 from methods.sharding.device_worker import Worker
 from methods.sharding.dispatch import Dispatcher
 from methods.sharding.shard import Shard, settle
-from methods.sharding.task import Task
+from methods.sharding.task import Task, TaskSettings
 from methods.sharding.unit import map_tensors
 
 NUM_MINIBATCHES = 2
-Words = Sequence[dict[str, Any]]  # arguments of each model's task
 
 
 def rehearse(
-    models: Sequence[list[Shard]], batches: Sequence[Any], words: Words, devices: list[Any]
+    models: Sequence[list[Shard]],
+    batches: Sequence[Any],
+    settings: Sequence[TaskSettings],
+    devices: list[Any],
 ) -> tuple[list[Any], list[tuple[int, int]]]:
     """Rehearse the training of all models, and halve shards until every shard fits. `batches`: one batch for each
     model.
@@ -39,7 +42,7 @@ def rehearse(
     """
     splits: list[tuple[int, int]] = []
     while True:
-        dispatcher = Dispatcher(_tasks(models, batches, words), devices, splits=splits)
+        dispatcher = Dispatcher(_tasks(models, batches, settings), devices, splits=splits)
         for _ in dispatcher.run():
             pass
         lacking = [task for task in dispatcher.tasks if task.lacks_memory]
@@ -52,17 +55,20 @@ def rehearse(
         devices, splits = dispatcher.devices, dispatcher.splits
 
 
-def _tasks(models: Sequence[list[Shard]], batches: Sequence[Any], words: Words) -> list[Task]:
+def _tasks(
+    models: Sequence[list[Shard]], batches: Sequence[Any], settings: Sequence[TaskSettings]
+) -> list[Task]:
     """Return a task for each model. The task trains on the model's batch NUM_MINIBATCHES times and copies nothing to
     the host."""
-    return [
-        Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearses=True, **given)
-        for number, (shards, batch, given) in enumerate(zip(models, batches, words, strict=True))
-    ]
+    tasks = []
+    for number, (shards, batch, training) in enumerate(zip(models, batches, settings, strict=True)):
+        rehearsal = dataclasses.replace(training, rehearses=True)
+        tasks.append(Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearsal))
+    return tasks
 
 
 def foretold_bytes(
-    models: list[list[Shard]], batches: Sequence[Any], words: Words, **options: Any
+    models: list[list[Shard]], batches: Sequence[Any], settings: Sequence[TaskSettings], **options: Any
 ) -> int | None:
     """Return the predicted peak of memory, in bytes, of one device that trains these models in turns. Return None if
     the models' code does not run on tensors without memory. `options`: arguments of Worker."""
@@ -76,7 +82,7 @@ def foretold_bytes(
                         setattr(module, name, _without_memory(buffer))
             worker = Worker(device, models, keeps_random=False, **options)
             empty = [map_tensors(_without_memory, batch) for batch in batches]
-            dispatcher = Dispatcher(_tasks(models, empty, words), [Here(worker)])
+            dispatcher = Dispatcher(_tasks(models, empty, settings), [Here(worker)])
             for _ in dispatcher.run():
                 pass
             return None if any(task.failure for task in dispatcher.tasks) else tracker.stats()["device_peak"]
@@ -85,13 +91,16 @@ def foretold_bytes(
 
 
 def foretold_elsewhere(
-    models: list[list[Shard]], batches: Sequence[Any], words: Words, options: dict[str, Any]
+    models: list[list[Shard]],
+    batches: Sequence[Any],
+    settings: Sequence[TaskSettings],
+    options: dict[str, Any],
 ) -> int | None:
     """Return foretold_bytes() from a process of its own. A process that foretells gives torch a device called sim, and
     can then use no GPU. Return None, too, if that process does not find the classes of the models."""
     empty = [map_tensors(lambda tensor: tensor.to("meta"), batch) for batch in batches]
     with suppress(EOFError, TypeError):
-        process = Process(__name__, _foretell, models, empty, words, options)
+        process = Process(__name__, _foretell, models, empty, settings, options)
         try:
             return int(process.connection.recv())
         finally:
@@ -100,9 +109,13 @@ def foretold_elsewhere(
 
 
 def _foretell(
-    connection: Connection, models: Any, batches: Any, words: Words, options: dict[str, Any]
+    connection: Connection,
+    models: Any,
+    batches: Any,
+    settings: Sequence[TaskSettings],
+    options: dict[str, Any],
 ) -> None:
-    connection.send(foretold_bytes(models, batches, words, **options))
+    connection.send(foretold_bytes(models, batches, settings, **options))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ PARTS = ("weights", "grads", "states")
 
 
 class Version(NamedTuple):
-    """How often weights have been updated. `own`: the shard's own weights. `borrowed`: the sum over the shards that
-    lend weights to this shard."""
+    """How often weights have been updated. `home`: the weights that live in the shard. `borrowed`: the sum over the
+    shards that lend weights to this shard."""
 
-    own: int
+    home: int
     borrowed: int
 
 
@@ -58,23 +58,28 @@ class Shard:
         self.named, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.name = ""
-        # for each parameter: its layers' indices, its names there
+        # for each parameter: the index of each of its layers, and its name in that layer
         self.sites: dict[str, list[tuple[int, str]]] = {}
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
             for local, name in layer.names.items():
                 self.sites.setdefault(name, []).append((index, local))
-                found[name] = layer.module.get_parameter(local)
-        self.own = [name for name in found if name not in lenders]
-        self.trained = [name for name in self.own if found[name].requires_grad]
-        self.frozen = {name for name, parameter in found.items() if not parameter.requires_grad}
+                parameters[name] = layer.module.get_parameter(local)
+        # names of the parameters that live in this shard
+        self.home_names = [name for name in parameters if name not in lenders]
+        self.trained = [name for name in self.home_names if parameters[name].requires_grad]
+        self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
         # Borrowed weights come last, so that one copy moves all of the shard's own weights.
-        columns = [(name, found[name].shape, found[name].dtype) for name in (*self.own, *lenders)]
-        self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.own)]).numel
-        kept = state_tensors(make_optimizer, {name: found[name] for name in self.trained}, mixed=mixed)
+        columns = [
+            (name, parameters[name].shape, parameters[name].dtype) for name in (*self.home_names, *lenders)
+        ]
+        self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.home_names)]).numel
+        kept = state_tensors(make_optimizer, {name: parameters[name] for name in self.trained}, mixed=mixed)
         self.states_of = {name: list(states) for name, states in kept.items()}
         columns = [
-            (f"{name} {key}", each.shape, each.dtype) for name in kept for key, each in kept[name].items()
+            (f"{name} {key}", tensor.shape, tensor.dtype)
+            for name in kept
+            for key, tensor in kept[name].items()
         ]
         self.states_at = Layout(columns)
         self.slabs: dict[str, Tensor] = {}  # slabs on the host, one for each part
@@ -153,7 +158,7 @@ class Shard:
         weights = [self.parameters[name] for name in self.trained]
         stepped = weights
         if self.mixed:
-            masters = [each.pop(MASTER) for each in states]
+            masters = [state.pop(MASTER) for state in states]
             stepped = self.masters = self.masters or [nn.Parameter(master) for master in masters]
             for parameter, master, weight in zip(stepped, masters, weights, strict=True):
                 assert weight.grad is not None
@@ -200,12 +205,12 @@ def split(shards: list[Shard], index: int) -> None:
     """Replace shard `index`, which has several layers, by two shards that are as equal in bytes as possible."""
     whole = shards[index]
     sizes = [0] * len(whole.layers)
-    for name in whole.own:
+    for name in whole.home_names:
         place = whole.weights_at.places[name]
         sizes[whole.sites[name][0][0]] += place.stop - place.start
     at = min(range(1, len(sizes)), key=lambda place: max(sum(sizes[:place]), sum(sizes[place:])))
     left = _part(whole, whole.named[:at], {})
-    right = _part(whole, whole.named[at:], dict.fromkeys(left.own, left))
+    right = _part(whole, whole.named[at:], dict.fromkeys(left.home_names, left))
     for part, slab in whole.slabs.items():
         middle = left.own_size(part)
         left.slabs[part], right.slabs[part] = slab[:middle], slab[middle : middle + right.own_size(part)]
@@ -216,7 +221,7 @@ def split(shards: list[Shard], index: int) -> None:
     for other in shards:
         for name, lender in other.lenders.items():
             if lender is whole:
-                other.lenders[name] = left if name in left.own else right
+                other.lenders[name] = left if name in left.home_names else right
 
 
 def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> Shard:
@@ -264,7 +269,7 @@ class ShardSlot:
         self.drained: Any = None  # event at the end of the last copy out of the slot; None: no copy yet
 
     def holds(self, shard: Shard, version: Version) -> bool:
-        return self.shard is shard and self.version.own == version.own
+        return self.shard is shard and self.version.home == version.home
 
     def prefetch(self, shard: Shard, version: Version, parts: set[str]) -> None:
         """Queue the copies of the parts of the shard that the slot lacks. The copies begin after the slot's last
@@ -278,7 +283,7 @@ class ShardSlot:
             return
         used, homes = self.device.compute.record_event(), (shard, *shard.lenders.values())
         after = (used, self.drained, *(home.landed for home in homes))
-        pairs = [self._own(part, part) for part in PARTS if part in missing]
+        pairs = [self._home_pair(part, part) for part in PARTS if part in missing]
         if "borrowed" in missing:
             pairs += [(self.view(name), shard.at_home(name)) for name in shard.lenders]
         self.arrived = copy(self.device, "inbound", ", ".join(sorted(missing)), shard.name, after, pairs)
@@ -286,7 +291,7 @@ class ShardSlot:
             home.fetched = self.arrived
         self.valid |= missing
 
-    def _own(self, part: str, home_part: str) -> Pair:
+    def _home_pair(self, part: str, home_part: str) -> Pair:
         """Return the slot's slab of a part and the host's slab of `home_part`, both without borrowed weights."""
         assert self.shard is not None
         size = self.shard.own_size(part)
@@ -316,9 +321,9 @@ class ShardSlot:
         homes = (shard, *shard.lenders.values())
         # A prefetch that began before this update may still be reading the slabs on the host, though it is useless now.
         after = (done, *(home.fetched for home in homes))
-        own = [self._own(part, grads if part == "grads" else part) for part in parts]
+        slabs = [self._home_pair(part, grads if part == "grads" else part) for part in parts]
         borrowed = [(self.view(name, "grads"), shard.at_home(name, grads)) for name in names]
-        pairs = [(there, here) for here, there in (*own, *borrowed)]
+        pairs = [(host, device) for device, host in (*slabs, *borrowed)]
         self.drained = copy(self.device, "outbound", "home", shard.name, after, pairs)
         for home in homes:
             home.landed = self.drained

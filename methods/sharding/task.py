@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,10 +25,25 @@ GUESSES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
 GUESSED_SECONDS = 1e-10
 
 
+@dataclass(frozen=True)
+class TaskSettings:
+    """How a model is trained: what is the same for all its minibatches."""
+
+    max_norm: float = 0.0  # largest norm of the gradient; 0.0: no clipping
+    update: str = "later"  # when shards are updated: later, now or clipped, as class Unit says
+    learning_rate_at: Callable[[int], float] | None = (
+        None  # rate of step n, from 1; None: the optimizer's rate
+    )
+    random_state: object = None  # state of torch's random numbers at the start
+    keeps_graphs: bool = False  # True: a forward unit keeps autograd's graph for its backward unit
+    per_round: int = 1  # number of minibatches in a round
+    micro_batches: int = 1  # number of equal parts of a minibatch; the loss is the mean of their losses
+    rehearses: bool = False  # True: nothing is copied to the host
+
+
 class Task:
     """A model, its data, and the progress of its training. `batches`: pairs of inputs and targets. `num_batches`: their
-    number; None: not known. `update`: when shards are updated: later, now or clipped, as class Unit says.
-    `micro_batches`: number of equal parts of a minibatch; the loss is the mean of their losses."""
+    number; None: not known."""
 
     def __init__(
         self,
@@ -36,27 +52,13 @@ class Task:
         names: Sequence[str],
         batches: Iterable,
         num_batches: int | None,
-        *,
-        max_norm: float = 0.0,
-        update: str = "later",
-        learning_rate_at: Callable[[int], float] | None = None,
-        random_state: object = None,
-        keeps_graphs: bool = False,
-        per_round: int = 1,
-        micro_batches: int = 1,
-        rehearses: bool = False,
+        settings: TaskSettings,
     ) -> None:
         self.model, self.shards, self.names, self.batches = model, shards, names, iter(batches)
-        self.max_norm, self.update, self.learning_rate_at = max_norm, update, learning_rate_at
-        self.random, self.keeps_graphs, self.rehearses = (
-            random_state,
-            keeps_graphs and len(shards) > 1,
-            rehearses,
-        )
+        self.settings, self.random = settings, settings.random_state
+        self.keeps_graphs = settings.keeps_graphs and len(shards) > 1
         self.batches_left: float = math.inf if num_batches is None else num_batches
-        # number of minibatches in a round; number finished so far
-        self.per_round, self.num_done = per_round, 0
-        self.micro_batches = micro_batches
+        self.num_done = 0  # number of minibatches finished so far
         self.updates = [0] * len(shards)
         self.script, self.position = self._script(), 0
         self.seconds = {
@@ -80,14 +82,14 @@ class Task:
     def remaining(self) -> float:
         """Return the seconds that all units still to be run will take, by the last measured times. If the number of
         batches is unknown, count only this round's units."""
-        whole = sum(self.seconds[each] for each in self.script)
-        batches = self.per_round - self.num_done % self.per_round
+        whole = sum(self.seconds[kind] for kind in self.script)
+        batches = self.settings.per_round - self.num_done % self.settings.per_round
         batches_left = batches if math.isinf(self.batches_left) else self.batches_left
-        return sum(self.seconds[each] for each in self.script[self.position :]) + (batches_left - 1) * whole
+        return sum(self.seconds[kind] for kind in self.script[self.position :]) + (batches_left - 1) * whole
 
     @property
     def rounds(self) -> int:
-        return self.num_done // self.per_round
+        return self.num_done // self.settings.per_round
 
     def _script(self) -> list[tuple[str, int]]:
         """Return the units of a minibatch, in order, as pairs of a unit's kind and the index of its shard."""
@@ -97,7 +99,7 @@ class Task:
             + [(LOSS, last)]
             + [(BACKWARD, i) for i in reversed(range(last))]
         )
-        return turn + [(UPDATE, i) for i in range(last + 1) if self.update == "later"]
+        return turn + [(UPDATE, i) for i in range(last + 1) if self.settings.update == "later"]
 
     def split(self, index: int) -> None:
         """Halve shard `index` while no unit of this task runs. If the next unit is a unit of this shard, replace it by
@@ -106,11 +108,11 @@ class Task:
         size = max(1, self.shards[index].num_bytes("weights"))
         split(self.shards, index)
         before, self.seconds, self.script = self.seconds, {}, self._script()
-        for each, i in self.script:
+        for kind, i in self.script:
             whole = i - (i > index)
             share = self.shards[i].num_bytes("weights") / size if whole == index else 1.0
-            alike = (each, whole) if (each, whole) in before else (LOSS, whole)
-            self.seconds[each, i] = max(before[alike] * share, GUESSED_SECONDS)
+            alike = (kind, whole) if (kind, whole) in before else (LOSS, whole)
+            self.seconds[kind, i] = max(before[alike] * share, GUESSED_SECONDS)
         self.updates.insert(index, self.updates[index])
         if self.next_unit is not None:
             shard += index < shard or (index == shard and kind == BACKWARD)
@@ -126,7 +128,7 @@ class Task:
         if place == len(self.script) and self.batches_left <= 1:
             return None
         kind, shard = self.script[place % len(self.script)]
-        return Unit(self.model, shard, kind, self.version(shard), update=self.update)
+        return Unit(self.model, shard, kind, self.version(shard), update=self.settings.update)
 
     def start(self) -> None:
         """Begin the next minibatch, if there is one."""
@@ -139,22 +141,22 @@ class Task:
         None: the whole batch."""
         self.part, self.targets = part, self._micro_batches(targets)
         # For each micro-batch, from unit to unit: first inputs, then outputs, then gradients of inputs.
-        self.passed: Sequence[Tensors] = [(each,) for each in self._micro_batches(inputs)]
+        self.passed: Sequence[Tensors] = [(kind,) for kind in self._micro_batches(inputs)]
         # for each layer that is still to be differentiated, as in Result
         self.kept: list[Sequence[Kept]] = []
         self.next_unit = self._unit()
 
     def _micro_batches(self, values: Any) -> Sequence[Any]:
-        return values.chunk(self.micro_batches) if self.micro_batches > 1 else (values,)
+        return values.chunk(self.settings.micro_batches) if self.settings.micro_batches > 1 else (values,)
 
     def _unit(self) -> Unit:
         kind, index = self.script[self.position]
-        given: dict[str, Any] = {"x": self.passed, "targets": self.targets if kind == LOSS else ()}
+        tensors: dict[str, Any] = {"x": self.passed, "targets": self.targets if kind == LOSS else ()}
         if kind == BACKWARD:
-            given = {"dy": self.passed, "kept": self.kept[-len(self.shards[index].layers) :]}
+            tensors = {"dy": self.passed, "kept": self.kept[-len(self.shards[index].layers) :]}
         elif kind == UPDATE:
-            given = {"factor": self.factor}
-        rate = self.learning_rate_at(self.num_done + 1) if self.learning_rate_at else None
+            tensors = {"factor": self.factor}
+        rate = self.settings.learning_rate_at(self.num_done + 1) if self.settings.learning_rate_at else None
         return Unit(
             self.model,
             index,
@@ -162,10 +164,10 @@ class Task:
             self.version(index),
             random=self.random,
             learning_rate=rate,
-            update=self.update,
-            rehearses=self.rehearses,
+            update=self.settings.update,
+            rehearses=self.settings.rehearses,
             part=self.part,
-            **given,
+            **tensors,
         )
 
     def advance(self, result: Result, seconds: float) -> Step | None:
@@ -183,7 +185,7 @@ class Task:
         elif kind == BACKWARD:
             self.norms |= zip(shard.trained, result.norms or [], strict=False)
             del self.kept[-len(shard.layers) :]
-        if kind == UPDATE or (self.update != "later" and kind != FORWARD):
+        if kind == UPDATE or (self.settings.update != "later" and kind != FORWARD):
             self.updates[index] += 1
         if kind == UPDATE:
             return self._next()
@@ -195,7 +197,7 @@ class Task:
         after the minibatch's last backward unit. Return what advance() returns.
         """
         self.norm = global_norm([self.norms[name] for name in self.names if name in self.norms])
-        self.factor = clip_factor(self.norm, self.max_norm) if self.max_norm else None
+        self.factor = clip_factor(self.norm, self.settings.max_norm) if self.settings.max_norm else None
         return self._next()
 
     def _next(self) -> Step | None:

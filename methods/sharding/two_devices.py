@@ -8,6 +8,7 @@ of other values than two tensors, is not halved.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -15,19 +16,19 @@ from torch import Tensor
 
 from harness.core.method import Step
 from methods.offload.clip import norms_of
-from methods.sharding.task import Task
+from methods.sharding.task import Task, TaskSettings
 
 
 class First(Task):
     """The chain of the first half of each batch: it updates the model and yields the steps."""
 
-    def __init__(self, *args: Any, second_random: object, **words: Any) -> None:
-        super().__init__(*args, **{**words, "update": "later"})
+    def __init__(self, *args: Any, second_random: object, settings: TaskSettings) -> None:
+        super().__init__(*args, settings=dataclasses.replace(settings, update="later"))
         self.can_split, self.twin = False, Second(self, second_random)
 
     def begin(self, inputs: Any, targets: Any, part: int | None = None) -> None:
         is_split = isinstance(inputs, Tensor) and isinstance(targets, Tensor) and len(inputs) == len(targets)
-        if is_split and len(inputs) % (2 * self.micro_batches) == 0:
+        if is_split and len(inputs) % (2 * self.settings.micro_batches) == 0:
             (inputs, others), (targets, their_targets), part = inputs.chunk(2), targets.chunk(2), 0
             self.twin.begin(others, their_targets, 1)
         super().begin(inputs, targets, part)
@@ -51,16 +52,12 @@ class Second(Task):
     """The chain of the second half of each batch: it has no updates, and yields no steps."""
 
     def __init__(self, first: First, random_state: object) -> None:
-        super().__init__(
-            first.model,
-            first.shards,
-            [],
-            (),
-            None,
+        settings = TaskSettings(
             random_state=random_state,
             keeps_graphs=first.keeps_graphs,
-            micro_batches=first.micro_batches,
+            micro_batches=first.settings.micro_batches,
         )
+        super().__init__(first.model, first.shards, [], (), None, settings)
         self.can_split, self.twin = False, first
         self.updates, self.script = first.updates, self.script[: -len(self.shards)]
 

@@ -55,7 +55,9 @@ def layer_list(model: nn.Module) -> nn.Sequential | nn.ModuleList:
     """Return the model's list of layers: the model, its attribute `layers`, or its first child that is a list; an empty
     list if the model has none."""
     lists = [model, getattr(model, "layers", None), *model.children()]
-    return next((each for each in lists if isinstance(each, nn.Sequential | nn.ModuleList)), nn.ModuleList())
+    return next(
+        (layers for layers in lists if isinstance(layers, nn.Sequential | nn.ModuleList)), nn.ModuleList()
+    )
 
 
 def _refuse_lost(name: str, model: nn.Module, layers: nn.Module) -> None:
@@ -148,7 +150,7 @@ def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
     """Move a model's weights into slabs on the host that processes share. The model's parameters become views of the
     slabs. `in_halves`: True: also make room for the gradients of each batch's second half."""
     settle(shards, in_halves=in_halves)
-    home = {name: shard for shard in shards for name in shard.own}
+    home = {name: shard for shard in shards for name in shard.home_names}
     for index, layer in enumerate(task.layers):
         for local, parameter in layer.named_parameters():
             name = f"{index}.{local}"
@@ -158,9 +160,9 @@ def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
 
 def shard_sizes(shard: Shard) -> dict[str, int]:
     """Return the bytes that each parameter takes in a slot, by the parameter's name: weight, gradient and states."""
-    found = {}
+    sizes = {}
     for name in shard.sites:
         states = [shard.states_at.places[f"{name} {key}"] for key in shard.states_of.get(name, ())]
         weight = shard.weights_at.places[name]
-        found[name] = sum(aligned(place.stop - place.start) for place in (weight, weight, *states))
-    return found
+        sizes[name] = sum(aligned(place.stop - place.start) for place in (weight, weight, *states))
+    return sizes

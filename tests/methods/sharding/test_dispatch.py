@@ -19,7 +19,7 @@ from methods.sharding.device_process import Elsewhere, largest_peaks, serve
 from methods.sharding.dispatch import Dispatcher
 from methods.sharding.scheduler import simulate
 from methods.sharding.shard import Version
-from methods.sharding.task import Task
+from methods.sharding.task import Task, TaskSettings
 from methods.sharding.unit import FORWARD, LOSS, Result, Unit
 
 
@@ -52,7 +52,7 @@ class DispatchClock:
 class TimedDevice:
     """A device, and its own connection, whose units take their seconds of the clock."""
 
-    told = 0
+    num_known_splits = 0
 
     def __init__(self, clock: DispatchClock, seconds: dict[tuple[int, str, int], float]) -> None:
         self.clock, self.seconds, self.connection = clock, seconds, self
@@ -79,7 +79,7 @@ class Nothing:
 def timed_tasks() -> list[Task]:
     tasks = []
     for model in range(5):
-        task = Task(model, [Nothing()] * (1 + model % 3), [], [(0, 0)] * 3, 3, update="now")  # type: ignore[list-item]
+        task = Task(model, [Nothing()] * (1 + model % 3), [], [(0, 0)] * 3, 3, TaskSettings(update="now"))  # type: ignore[list-item]
         task.seconds = {
             (kind, shard): 0.05 * (1 + shard) * {FORWARD: 1, LOSS: 3}.get(kind, 2)
             for kind, shard in task.seconds
