@@ -93,8 +93,8 @@ class DeepSpeed(DeepSpeedMethod):
         return {**zero, "overlap_comm": self.overlap_comm} if self.stage else zero
 
     def settings(self, workload: Workload, *, on_gpu: bool) -> EngineSettings:
-        found, file = super().settings(workload, on_gpu=on_gpu), self.file(workload)
-        return found if file is None else replace(found, extra=file.others(workload))
+        settings, file = super().settings(workload, on_gpu=on_gpu), self.file(workload)
+        return settings if file is None else replace(settings, extra=file.others(workload))
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         row = super().describe(workload, device)
@@ -104,6 +104,6 @@ class DeepSpeed(DeepSpeedMethod):
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         if self.kernel == "fused_adam" and device == "cuda":
-            told = "DeepSpeed's Adam on a GPU is not compiled here"
-            raise Unavailable(f"{told}: try torch_adam true, or a configuration without an optimizer")
+            reason = "DeepSpeed's Adam on a GPU is not compiled here"
+            raise Unavailable(f"{reason}: try torch_adam true, or a configuration without an optimizer")
         return (yield from super().train(workload, batches, device))

@@ -65,8 +65,9 @@ class HfTrainer(ReleasedMethod):
         dtype, beside autocast's copies of the weights; and all logits are there at once."""
         _check_samples(workload)
         if self.beside and workload.config is not None:
-            told = f"expected none for {workload.model}, got {self.release}: the installed transformers makes its model"
-            raise ValueError(f"release: {told}; leave release out, or try the published GPT")
+            message = f"expected none for {workload.model}, got {self.release}"
+            reason = "the installed transformers makes its model"
+            raise ValueError(f"release: {message}: {reason}; leave release out, or try the published GPT")
         if (file := self.file(workload)) is not None:
             return replace(
                 _plan_of_file(file, workload, room), options=asdict(replace(self, config=file.text))
@@ -200,5 +201,5 @@ def _check_samples(workload: Workload) -> None:
     """Raise ValueError if the model has no position for one more token than a sample has: transformers shifts labels
     itself, so it gets the last token's target as another token."""
     if workload.config is not None and (most := workload.anatomy.most_tokens) <= workload.seq_len:
-        told = f"--seq: expected at most {most - 1} for hf-trainer, which passes one more token through the model"
-        raise ValueError(f"{told}, got {workload.seq_len}; try --seq {most - 1}")
+        message = f"--seq: expected at most {most - 1} for hf-trainer, which passes one more token through the model"
+        raise ValueError(f"{message}, got {workload.seq_len}; try --seq {most - 1}")

@@ -169,17 +169,18 @@ class Hydra(Method):
             ):
                 num_parts = workload.batch_size // load.batch_size
                 parts = gpt.parts(stream, num_parts, to_host=is_shared)
-                arguments = (number, models[number], names, parts, num_batches and num_parts * num_batches)
+                arguments = (number, models[number], names, parts)
                 task_settings = dataclasses.replace(
                     settings,
                     learning_rate_at=load.learning_rate_at,
                     per_round=num_parts,
+                    num_batches=num_batches and num_parts * num_batches,
                     random_state=gpt.random_state(workload, device),
                 )
                 if in_halves[number]:
                     tasks.append(First(*arguments, second_random=None, settings=task_settings))
                 else:
-                    tasks.append(Task(*arguments, task_settings))
+                    tasks.append(Task(*arguments, settings=task_settings))
             # A model may be one step ahead of the slowest model, so that no device waits for the slowest model.
             most_ahead = int(num_batches is not None and is_shared)
             dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)

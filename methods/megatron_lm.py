@@ -70,8 +70,8 @@ class MegatronLM(ReleasedMethod):
         super().__post_init__()
         for option, oldest in SINCE.items():
             if self.beside and (not option or getattr(self, option)) and self.beside.numbers < oldest:
-                told = f"{'.'.join(map(str, oldest))} or newer{f' for {option}' * bool(option)}, got {self.release}"
-                raise ValueError(f"release: expected megatron-core {told}; try --option release=0.13.1")
+                message = f"{'.'.join(map(str, oldest))} or newer{f' for {option}' * bool(option)}, got {self.release}"
+                raise ValueError(f"release: expected megatron-core {message}; try --option release=0.13.1")
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Plan a rank's memory for the stage that needs most, and a rank's exchanges for the stage that sends most."""
@@ -89,20 +89,20 @@ class MegatronLM(ReleasedMethod):
         megatron_names.check(workload)
         shared, stages, ranks = self.tensor_parallel, self.pipeline_parallel, self.world_size
         if shared < 1 or ranks % shared:
-            told = f"expected a divisor of --ranks {ranks}, got {shared}{_try_ranks(shared)}"
-            raise ValueError(f"tensor_parallel: {told}")
+            message = f"expected a divisor of --ranks {ranks}, got {shared}{_try_ranks(shared)}"
+            raise ValueError(f"tensor_parallel: {message}")
         if stages < 1 or ranks // shared % stages:
             among = (
                 f"--ranks {ranks}"
                 if shared == 1
                 else f"{ranks // shared} (--ranks divided by tensor_parallel)"
             )
-            told = f"expected a divisor of {among}, got {stages}"
-            raise ValueError(f"pipeline_parallel: {told}{_try_ranks(shared * stages)}")
+            message = f"expected a divisor of {among}, got {stages}"
+            raise ValueError(f"pipeline_parallel: {message}{_try_ranks(shared * stages)}")
         if workload.num_layers % stages:
             nearest = " or ".join(map(str, multiples(workload.num_layers, stages)))
-            told = f"expected a divisor of the {counted(workload.num_layers, 'layer')}, got {stages}; try -l {nearest}"
-            raise ValueError(f"pipeline_parallel: {told}")
+            message = f"expected a divisor of the {counted(workload.num_layers, 'layer')}, got {stages}"
+            raise ValueError(f"pipeline_parallel: {message}; try -l {nearest}")
         sizes = megatron_names.sizes_of(workload)
         divided = {
             "num_heads": sizes.num_heads,
@@ -113,8 +113,8 @@ class MegatronLM(ReleasedMethod):
         }
         for name, number in divided.items():
             if number % shared:
-                told = f"expected a divisor of {name} {number}, got {shared}"
-                raise ValueError(f"tensor_parallel: {told}; try tensor_parallel={math.gcd(number, ranks)}")
+                message = f"expected a divisor of {name} {number}, got {shared}"
+                raise ValueError(f"tensor_parallel: {message}; try tensor_parallel={math.gcd(number, ranks)}")
         if self.sequence_parallel and shared == 1:
             raise ValueError(
                 "sequence_parallel: expected tensor_parallel above 1, got 1; try tensor_parallel=2"
@@ -173,8 +173,8 @@ class MegatronLM(ReleasedMethod):
         anatomy, last = workload.anatomy, self.pipeline_parallel - 1
         is_tied, num_ranks = megatron_names.sizes_of(workload).is_tied, self.tensor_parallel
         ends = {
-            name: ours
-            for name, ours in megatron_names.end_tensors(workload).items()
+            name: names
+            for name, names in megatron_names.end_tensors(workload).items()
             if stage == _stage_of_end(self, name)
             or (stage == last and is_tied and name == megatron_names.EMBEDDING)
         }
@@ -351,7 +351,7 @@ def _build(method: MegatronLM, workload: Workload, device: str):
     starts = {}
     with torch.no_grad():
         named = dict(_named(method, workload, model))
-        held = {name: ours for name, _, ours in _tensors(method, workload)}
+        held = {name: shapes for name, _, shapes in _tensors(method, workload)}
         drawn = initials((pair for name in named for pair in held[name].items()), workload)
         for name, parameter in named.items():
             megatron.mark_shard(name, parameter)
@@ -436,13 +436,13 @@ def _tensors(method: MegatronLM, workload: Workload):
     """Yield, for each tensor of the whole GPTModel, its name, its stage, and the names and shapes of the harness's
     tensors that it holds. A tied embedding counts as the first stage's."""
     anatomy = workload.anatomy
-    for name, ours in megatron_names.end_tensors(workload).items():
-        yield name, _stage_of_end(method, name), {each: anatomy.ends[each] for each in ours}
+    for name, names in megatron_names.end_tensors(workload).items():
+        yield name, _stage_of_end(method, name), {gpt_name: anatomy.ends[gpt_name] for gpt_name in names}
     of_layer = megatron_names.layer_tensors(workload)
     for layer in range(workload.num_layers):
         stage, prefix = layer // _num_layers(method, workload), anatomy.layer_name(layer)
-        for name, ours in of_layer.items():
-            shapes = {prefix + each: anatomy.layer[each] for each in ours}
+        for name, names in of_layer.items():
+            shapes = {prefix + gpt_name: anatomy.layer[gpt_name] for gpt_name in names}
             yield f"{megatron_names.LAYERS}{layer}.{name}", stage, shapes
 
 
@@ -455,19 +455,19 @@ def _states(method: MegatronLM, workload: Workload, model, optimizer):
     from methods.engines import megatron
 
     sizes, held = megatron_names.sizes_of(workload), dict(_named(method, workload, model))
-    for name, stage, ours in _tensors(method, workload):
+    for name, stage, shapes in _tensors(method, workload):
         if stage == megatron.stage():
             states = megatron.states_of(optimizer, held[name])
-            states = [megatron.whole_of(name, each).contiguous() for each in states]
+            states = [megatron.whole_of(name, state).contiguous() for state in states]
         else:
-            (_, *columns), rows = next(iter(ours.values())), sum(shape[0] for shape in ours.values())
+            (_, *columns), rows = next(iter(shapes.values())), sum(shape[0] for shape in shapes.values())
             states = [torch.empty((rows, *columns), device=next(model.parameters()).device) for _ in range(3)]
         for state in states if stage else ():
             dist.broadcast(state, group=megatron.pipeline_group(), group_src=stage)
         if dist.get_rank() == 0:
             if method.world_size > 1:
                 states = [state.cpu() for state in states]
-            for each in zip(
-                ours, *(megatron.apart(name, state, len(ours), sizes) for state in states), strict=True
+            for row in zip(
+                shapes, *(megatron.apart(name, state, len(shapes), sizes) for state in states), strict=True
             ):
-                yield TensorState(*each)
+                yield TensorState(*row)

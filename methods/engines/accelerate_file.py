@@ -13,8 +13,8 @@ from harness.core.job import Workload
 from methods.engines.user_config import (
     AUTO,
     Dropped,
-    Given,
     Honored,
+    KnownValue,
     Off,
     Only,
     Table,
@@ -141,14 +141,14 @@ def for_deepspeed(config: UserConfig, workload: Workload, num_ranks: int) -> Use
     plugin = checked(config, TABLE | DEEPSPEED, _given(workload, num_ranks)).get("deepspeed_config", {})
     if file := plugin.pop("deepspeed_config_file", None):
         if plugin:
-            told = f"expected no other entries beside deepspeed_config_file, got {', '.join(plugin)}"
-            raise ValueError(f"{config.source}: {told}; try them in {file}")
+            message = f"expected no other entries beside deepspeed_config_file, got {', '.join(plugin)}"
+            raise ValueError(f"{config.source}: {message}; try them in {file}")
         return read(str(config.folder / file))
     zero: dict[str, Any] = {"stage": plugin.get("zero_stage", 2)}
     for of in ("optimizer", "param"):
         zero[f"offload_{of}"] = {"device": str(plugin.get(f"offload_{of}_device", "none")).lower()}
-    given = {name: plugin.get(name, AUTO) for name in ("gradient_accumulation_steps", "gradient_clipping")}
-    return config._replace(data={**given, "zero_optimization": zero})
+    settings = {name: plugin.get(name, AUTO) for name in ("gradient_accumulation_steps", "gradient_clipping")}
+    return config._replace(data={**settings, "zero_optimization": zero})
 
 
 def for_fsdp(text: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
@@ -156,8 +156,8 @@ def for_fsdp(text: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
     for_deepspeed() does."""
     config = read(text)
     if not is_accelerates(config.data):
-        told = "expected accelerate's YAML, with distributed_type FSDP, got none"
-        raise ValueError(f"{config.source}: {told}; try -m deepspeed for a configuration of DeepSpeed")
+        message = "expected accelerate's YAML, with distributed_type FSDP, got none"
+        raise ValueError(f"{config.source}: {message}; try -m deepspeed for a configuration of DeepSpeed")
     config = _for_method(config, "FSDP")
     entries = config.data.get("fsdp_config") or {}
     if isinstance(entries, dict):
@@ -173,23 +173,23 @@ def _for_method(config: UserConfig, kind: str) -> UserConfig:
     """Return a copy of the configuration, if it is for the method of this distributed_type."""
     got = config.data.get("distributed_type")
     if got != kind:
-        told = f"expected distributed_type {kind}, as -m {METHODS[kind]}, got {shown(got)}"
+        message = f"expected distributed_type {kind}, as -m {METHODS[kind]}, got {shown(got)}"
         method = METHODS.get(got) if isinstance(got, str) else None
         ways = f"-m {method}" if method else "a file for " + " or ".join(METHODS)
-        raise ValueError(f"{config.source}: {told}; try {ways}")
+        raise ValueError(f"{config.source}: {message}; try {ways}")
     data = dict(config.data)
     if data.get("mixed_precision") is False:  # YAML's reading of no
         data["mixed_precision"] = "no"
     return config._replace(data=data)
 
 
-def _given(workload: Workload, num_ranks: int) -> dict[str, Given]:
+def _given(workload: Workload, num_ranks: int) -> dict[str, KnownValue]:
     dtypes = {word: dtype for dtype, word in PRECISIONS.items()}
     dtype = f"--dtype {workload.dtype}"
     ways = " or ".join(PRECISIONS.values())
     return {
-        "num_processes": Given(num_ranks, "--ranks", lambda got: f"--ranks {shown(got)}"),
-        "mixed_precision": Given(
+        "num_processes": KnownValue(num_ranks, "--ranks", lambda got: f"--ranks {shown(got)}"),
+        "mixed_precision": KnownValue(
             PRECISIONS[workload.dtype],
             dtype,
             lambda got: f"--dtype {dtypes[got]}" if isinstance(got, str) and got in dtypes else ways,

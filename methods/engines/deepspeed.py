@@ -219,18 +219,18 @@ def superoffload_worker(
     from deepspeed.runtime.superoffload import superoffload_utils
 
     load_built(release, "cpu_adam")
-    made = []
+    optimizers = []
 
     class KeptAdam(superoffload_utils.DeepSpeedCPUAdam):
-        def __init__(self, *arguments: Any, **words: Any) -> None:
-            super().__init__(*arguments, **words)
-            made.append(self)
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            optimizers.append(self)
 
     with mock.patch.object(superoffload_utils, "DeepSpeedCPUAdam", KeptAdam):
         superoffload_utils.superoffload_optimizer_worker(
             tasks, results, config, max_grad_numel, pin_memory=False
         )
-    results.put({number: dict(state) for number, state in made[0].state.items()})
+    results.put({number: dict(state) for number, state in optimizers[0].state.items()})
     tasks.get()  # Wait until the reader has mapped the tensors: their memory is freed when this process ends.
 
 
@@ -239,11 +239,11 @@ def _fetch_superoffloads_states(optimizer: Any) -> None:
     process, which updates on the host, and from its second optimizer, which updates on the device."""
     process = optimizer.superoffload_cpu_optimizer
     process.param_queue.put(None)
-    found = process.result_queue.get()
+    states = process.result_queue.get()
     for number, weights in enumerate(optimizer.fp32_partitioned_groups_flat):
         on_host = optimizer.subgroup_to_device[number] == "cpu"
         optimizer.optimizer.state[weights] = (
-            found[number] if on_host else optimizer.backup_optimizer.state[weights]
+            states[number] if on_host else optimizer.backup_optimizer.state[weights]
         )
 
 
@@ -420,9 +420,9 @@ def states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
     with needed:
         kept = kept_by(engine.optimizer)
         for name, parameter in engine.module.named_parameters():
-            if own := kept.get(id(parameter)):
+            if part := kept.get(id(parameter)):
                 yield TensorState(
-                    name, own.weight.clone(), own.state.get("exp_avg"), own.state.get("exp_avg_sq")
+                    name, part.weight.clone(), part.state.get("exp_avg"), part.state.get("exp_avg_sq")
                 )
                 continue
             weight = safe_get_full_fp32_param(parameter)

@@ -202,13 +202,13 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
     if offload == "optimizer" and stage < 3:
         return stage_2_plan(workload, room, num_ranks, stage)
     params, size = workload.num_params, workload.weight_bytes
-    own = -(-params // num_ranks)
+    rank_params = -(-params // num_ranks)
     gathered = stage_3_device(workload)
-    stepped = own if stage else params
+    stepped = rank_params if stage else params
     has_main = stage > 0 or size == 2  # fp32 main weights and gradients, apart from the weights
     device = {
-        "weights": size * own + gathered["weights"] if stage == 3 else size * params,
-        "gradients": size * (own if stage > 1 else params)
+        "weights": size * rank_params + gathered["weights"] if stage == 3 else size * params,
+        "gradients": size * (rank_params if stage > 1 else params)
         + 2 * size * (min(BUCKET_PARAMS, params) if stage else 0),
         "optimizer": (16 if has_main else 8) * stepped,
         # In stage 0 the clipped update takes a copy of the gradients, when activations are freed.
@@ -217,12 +217,14 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
     host = {}
     if offload == "optimizer":
         del device["optimizer"]
-        host = {"weights": 4 * own, "gradients": 4 * own, "optimizer": 8 * own}
+        host = {"weights": 4 * rank_params, "gradients": 4 * rank_params, "optimizer": 8 * rank_params}
     if stage == 3:
-        host["buffers"] = size * own  # at the start DeepSpeed lays a rank's weights together on the host
+        host["buffers"] = (
+            size * rank_params
+        )  # at the start DeepSpeed lays a rank's weights together on the host
     if stage < 3:
         return Plan(device, host, exchanged=stage_2_exchanged(workload, num_ranks, stage))
-    moved = 2 * size * own + stage_3_summed(workload, num_ranks) if offload else 0
+    moved = 2 * size * rank_params + stage_3_summed(workload, num_ranks) if offload else 0
     return Plan(device, host, moved_bytes=moved, exchanged=stage_3_exchanged(workload, num_ranks))
 
 
@@ -237,17 +239,17 @@ def sub_groups(workload: Workload) -> list[int]:
     """Return the number of parameters in each of stage 3's sub-groups, in stage 3's order. A sub-group takes whole
     tensors until it has at least SUB_GROUP_PARAMS parameters."""
     tensors = [*workload.anatomy.ends.values(), *(workload.num_layers * [*workload.anatomy.layer.values()])]
-    found = []
+    numels = []
     for has_vectors in (False, True):
         numel = 0
         for shape in tensors:
             if (len(shape) == 1) is has_vectors:
                 numel += math.prod(shape)
             if numel >= SUB_GROUP_PARAMS:
-                found.append(numel)
+                numels.append(numel)
                 numel = 0
-        found += [numel] if numel else []
-    return found
+        numels += [numel] if numel else []
+    return numels
 
 
 def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:

@@ -18,8 +18,8 @@ from methods.engines.deepspeed_config import BUCKET_PARAMS, COUNTED, zero_plan
 from methods.engines.user_config import (
     AUTO,
     Dropped,
-    Given,
     Honored,
+    KnownValue,
     Off,
     Only,
     Table,
@@ -308,14 +308,14 @@ class DeepSpeedFile:
 
     def others(self, workload: Workload) -> dict[str, Any]:
         """Return all entries but zero_optimization for this workload."""
-        found = copy.deepcopy(
+        data = copy.deepcopy(
             {name: value for name, value in self.entries.items() if name != "zero_optimization"}
         )
         for section, name in SUMS:
-            of = found.get(section, {}) if section else found
+            of = data.get(section, {}) if section else data
             if of.get(name) == AUTO:
                 of[name] = workload.dtype
-        return found
+        return data
 
     def plan(self, workload: Workload, room: Room, num_ranks: int) -> Plan:
         """Return the plan of a rank by the configuration's stage and offload, with its own sizes of buckets."""
@@ -339,7 +339,7 @@ class DeepSpeedFile:
         return replace(plan, device=device)
 
 
-def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, Given]:
+def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, KnownValue]:
     """Return what the workload gives, by the entry's path."""
     counted = workload.micro_batches if accumulation in COUNTED else 1
     parts = f"{workload.micro_batches} micro-batches" if counted > 1 else ""
@@ -347,33 +347,39 @@ def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, G
         filter(None, (f"-b {workload.batch_size}", f"{num_ranks} ranks" if num_ranks > 1 else "", parts))
     )
     steps_by = "--micro-batches" if accumulation in COUNTED else f"accumulation={accumulation}"
-    found = {
-        "gradient_accumulation_steps": Given(counted, steps_by, lambda got: f"--micro-batches {shown(got)}"),
-        "train_micro_batch_size_per_gpu": Given(
+    known_values = {
+        "gradient_accumulation_steps": KnownValue(
+            counted, steps_by, lambda got: f"--micro-batches {shown(got)}"
+        ),
+        "train_micro_batch_size_per_gpu": KnownValue(
             workload.batch_size // num_ranks // workload.micro_batches,
             sizes,
             lambda got: (
                 f"-b {got * num_ranks * workload.micro_batches}" if isinstance(got, int) else '"auto"'
             ),
         ),
-        "train_batch_size": Given(
+        "train_batch_size": KnownValue(
             workload.batch_size // workload.micro_batches * counted,
             sizes,
             lambda got: f"-b {got // counted * workload.micro_batches}" if isinstance(got, int) else '"auto"',
         ),
-        "gradient_clipping": Given(workload.clip_norm, "--clip", lambda got: f"--clip {shown(got)}"),
-        "optimizer.params.lr": Given(workload.learning_rate, "--lr", lambda got: f"--lr {shown(got)}"),
+        "gradient_clipping": KnownValue(workload.clip_norm, "--clip", lambda got: f"--clip {shown(got)}"),
+        "optimizer.params.lr": KnownValue(workload.learning_rate, "--lr", lambda got: f"--lr {shown(got)}"),
     }
     if workload.dtype == "fp16":
         window = workload.loss_scale_window or LOSS_SCALE_WINDOW
-        found["fp16.loss_scale_window"] = Given(window, "the reference's loss scale", lambda got: '"auto"')
+        known_values["fp16.loss_scale_window"] = KnownValue(
+            window, "the reference's loss scale", lambda got: '"auto"'
+        )
     for dtype in ("bf16", "fp16"):
-        found[f"{dtype}.enabled"] = Given(
+        known_values[f"{dtype}.enabled"] = KnownValue(
             workload.dtype == dtype, f"--dtype {workload.dtype}", partial(_dtype_call, dtype)
         )
     for name, value in (("betas", list(BETAS)), ("eps", EPSILON), ("weight_decay", WEIGHT_DECAY)):
-        found[f"optimizer.params.{name}"] = Given(value, "the reference's AdamW", lambda got: '"auto"')
-    return found
+        known_values[f"optimizer.params.{name}"] = KnownValue(
+            value, "the reference's AdamW", lambda got: '"auto"'
+        )
+    return known_values
 
 
 def _dtype_call(dtype: str, got: Any) -> str:
@@ -386,8 +392,8 @@ def _check_schedule(config: UserConfig) -> None:
         value_at(config.data, "scheduler.type")
         and AUTO not in (value_at(config.data, "scheduler.params") or {}).values()
     ):
-        told = 'expected scheduler.params, each "auto", got none: the workload gives the rate of each step'
-        raise ValueError(f"{config.source}: {told}; leave scheduler out")
+        message = 'expected scheduler.params, each "auto", got none: the workload gives the rate of each step'
+        raise ValueError(f"{config.source}: {message}; leave scheduler out")
 
 
 def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
@@ -402,28 +408,28 @@ def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
 def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
     """Return the key of deepspeed_config.OFFLOADS; None: nothing lives on the host. Leave out sections of states that
     stay on the device."""
-    found = []
+    offloads = []
     for name in ("offload_optimizer", "offload_param"):
         device = zero.get(name, {}).get("device", "none")
         if device == "nvme":
-            told = f"expected {name} on the device or on cpu, got nvme"
-            raise ValueError(f"{config.source}: {told}; try -m zero-infinity-nvme")
+            message = f"expected {name} on the device or on cpu, got nvme"
+            raise ValueError(f"{config.source}: {message}; try -m zero-infinity-nvme")
         if device not in (*HOST_DEVICES, AUTO):
             raise ValueError(f'{config.source}: expected {name}.device "none" or "cpu", got {shown(device)}')
         if device == "cpu":
-            found.append(name)
+            offloads.append(name)
         else:
             zero.pop(name, None)
-    least = 3 if "offload_param" in found else len(found)
+    least = 3 if "offload_param" in offloads else len(offloads)
     if zero["stage"] < least:
-        told = f"expected stage {least} or higher for {found[-1]}, got {zero['stage']}"
-        raise ValueError(f"{config.source}: {told}; try stage {least}")
-    if found == ["offload_param"]:
-        told = "expected offload_optimizer on cpu beside offload_param, got none"
+        message = f"expected stage {least} or higher for {offloads[-1]}, got {zero['stage']}"
+        raise ValueError(f"{config.source}: {message}; try stage {least}")
+    if offloads == ["offload_param"]:
+        message = "expected offload_optimizer on cpu beside offload_param, got none"
         raise ValueError(
-            f"{config.source}: {told}: no plan counts weights alone on the host; try both on cpu"
+            f"{config.source}: {message}: no plan counts weights alone on the host; try both on cpu"
         )
-    return (None, "optimizer", "all")[len(found)]
+    return (None, "optimizer", "all")[len(offloads)]
 
 
 def adam_of(config: UserConfig, entries: dict[str, Any]) -> str | None:
@@ -432,8 +438,8 @@ def adam_of(config: UserConfig, entries: dict[str, Any]) -> str | None:
     if "optimizer" in config.data:
         kind = value_at(entries, "optimizer.type")
         if not isinstance(kind, str) or kind.lower() not in ADAMW:
-            told = f"expected optimizer.type AdamW, as the reference, got {shown(kind)}"
-            raise ValueError(f"{config.source}: {told}; leave optimizer out")
+            message = f"expected optimizer.type AdamW, as the reference, got {shown(kind)}"
+            raise ValueError(f"{config.source}: {message}; leave optimizer out")
         return "published" if value_at(entries, "optimizer.params.torch_adam") else "deepspeed"
     is_on_host = "offload_optimizer" in entries["zero_optimization"]
     return (

@@ -35,33 +35,32 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import MegatronModule
 
 
-def joined(name: str, ours: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """Join the harness's tensors `ours` into GPTModel's tensor `name`; return it whole, not split over ranks.
+def joined(name: str, gpt_tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
+    """Join the harness's tensors into GPTModel's tensor `name`; return it whole, not split over ranks.
 
     In GPTModel the rows of the fused QKV are ordered by groups of heads: each group's queries, then its key, then its
     value. In the harness all queries come first, then all keys, then all values; for the GPT they are one tensor. In
     the fused first two matrices of an MLP, each rank's part of the first matrix is followed by its part of the second.
     """
     if QKV in name:
-        parts = ours if len(ours) == 3 else ours[0].chunk(3)
+        parts = gpt_tensors if len(gpt_tensors) == 3 else gpt_tensors[0].chunk(3)
         rows = [part.reshape(sizes.num_groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(rows, 1).flatten(0, 1)
-    if len(ours) == 2:
+    if len(gpt_tensors) == 2:
         num_parts = parallel_state.get_tensor_model_parallel_world_size()
-        return torch.cat(
-            [part for parts in zip(*(each.chunk(num_parts) for each in ours), strict=True) for part in parts]
-        )
-    return ours[0]
+        chunks = [tensor.chunk(num_parts) for tensor in gpt_tensors]
+        return torch.cat([part for parts in zip(*chunks, strict=True) for part in parts])
+    return gpt_tensors[0]
 
 
-def apart(name: str, whole: Tensor, num_ours: int, sizes: Sizes) -> list[Tensor]:
-    """Split a whole tensor of GPTModel into `num_ours` tensors of the harness: the inverse of joined()."""
+def apart(name: str, whole: Tensor, num_tensors: int, sizes: Sizes) -> list[Tensor]:
+    """Split a whole tensor of GPTModel into `num_tensors` tensors of the harness: the inverse of joined()."""
     if QKV in name:
         groups = whole.view(sizes.num_groups, -1, *whole.shape[1:])
         rows = [sizes.num_heads // sizes.num_groups * sizes.head_size, sizes.head_size, sizes.head_size]
         parts = [part.flatten(0, 1) for part in groups.split(rows, 1)]
-        return parts if num_ours == 3 else [torch.cat(parts)]
-    if num_ours == 2:
+        return parts if num_tensors == 3 else [torch.cat(parts)]
+    if num_tensors == 2:
         parts = list(whole.chunk(2 * parallel_state.get_tensor_model_parallel_world_size()))
         return [torch.cat(parts[::2]), torch.cat(parts[1::2])]
     return [whole]
@@ -148,11 +147,11 @@ def range_of(optimizer: Any, parameter: Any) -> Any:
 def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
     """Set a parameter's fp32 main weight to `start`. The distributed optimizer sets only the part of the main weight
     that this rank holds; a rank may hold no part."""
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(each, DistributedOptimizer):
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not isinstance(part, DistributedOptimizer):
             parameter.main_param.data.copy_(start)
-        elif parameter in each.model_param_gbuf_map:
-            held = range_of(each, parameter)
+        elif parameter in part.model_param_gbuf_map:
+            held = range_of(part, parameter)
             parameter.main_param.data.copy_(start.flatten()[held.start : held.end])
 
 
@@ -162,12 +161,12 @@ def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     if not isinstance(optimizers[0], DistributedOptimizer):
         main = getattr(parameter, "main_param", parameter)
-        state = next(each.optimizer.state[main] for each in optimizers if main in each.optimizer.state)
+        state = next(part.optimizer.state[main] for part in optimizers if main in part.optimizer.state)
         return [main.detach(), state["exp_avg"], state["exp_avg_sq"]]
     slabs = [torch.zeros(parameter.numel(), device=parameter.device) for _ in range(3)]
-    for each in optimizers:
-        if parameter in each.model_param_gbuf_map:
-            held, states = range_of(each, parameter), each._get_main_param_and_optimizer_states(parameter)
+    for part in optimizers:
+        if parameter in part.model_param_gbuf_map:
+            held, states = range_of(part, parameter), part._get_main_param_and_optimizer_states(parameter)
             for slab, name in zip(slabs, ("param", "exp_avg", "exp_avg_sq"), strict=True):
                 slab[held.start : held.end] = states[name].detach().flatten()
     for slab in slabs:

@@ -82,8 +82,8 @@ def check(workload: Workload) -> None:
             raise ValueError(f"expected {field} {expected}, got {value}; try -m stronghold or l2l")
     held = {**layer_tensors(workload), **end_tensors(workload)}
     if others := {*workload.anatomy.layer, *workload.anatomy.ends}.difference(*held.values()):
-        told = f"expected only tensors that megatron-core has, got {min(others)}"
-        raise ValueError(f"{told}; try -m stronghold or l2l")
+        message = f"expected only tensors that megatron-core has, got {min(others)}"
+        raise ValueError(f"{message}; try -m stronghold or l2l")
 
 
 def _conventions(config: dict[str, Any]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
@@ -145,9 +145,9 @@ def end_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:
 
 
 def _held(table: Table, shapes: Shapes, *, biased: Collection[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for module, ours in table.items():
+    for module, gpt_names in table.items():
         for kind in ("weight", "bias") if module in biased else ("weight",):
-            names = tuple(f"{each}.{kind}" for each in ours)
+            names = tuple(f"{name}.{kind}" for name in gpt_names)
             if names[0] in shapes:
                 yield f"{module}.{kind}", names
 
@@ -171,7 +171,7 @@ def rank_numel(held: dict[str, tuple[str, ...]], shapes: Shapes, num_ranks: int)
     """Return the number of elements that each of `num_ranks` tensor parallel ranks has of these tensors. `held`: the
     tensors in the form of layer_tensors(). `shapes`: the shapes of the harness's tensors."""
     return sum(
-        -(-math.prod(shapes[name]) // (1 if shared_dim(theirs) is None else num_ranks))
-        for theirs, names in held.items()
+        -(-math.prod(shapes[name]) // (1 if shared_dim(engine_name) is None else num_ranks))
+        for engine_name, names in held.items()
         for name in names
     )

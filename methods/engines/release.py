@@ -77,8 +77,8 @@ class Release:
         """The name and the sha256 of the archive that was installed. Raises Unavailable if none was."""
         if not self.is_installed:
             raise Unavailable(self.failure() or f"{self} is not installed: run once without --on")
-        found: dict[str, str] = json.loads((self.folder / FACTS).read_text())
-        return found
+        facts: dict[str, str] = json.loads((self.folder / FACTS).read_text())
+        return facts
 
     def identity(self) -> dict[str, str]:
         """Return what the archive adds to a run's identity; nothing before it is installed."""
@@ -169,8 +169,10 @@ def importing(release: Release | None, needs: str) -> Iterator[None]:
     except Exception as error:
         if not (release or isinstance(error, ImportError)):
             raise
-        told = f"{release} does not import under torch {version('torch')}" if release else needs
-        raise Unavailable(f"{told} ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
+        message = f"{release} does not import under torch {version('torch')}" if release else needs
+        raise Unavailable(
+            f"{message} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        ) from error
 
 
 def _archive(report: Path) -> dict[str, str]:

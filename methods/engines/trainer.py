@@ -84,8 +84,8 @@ class BatchTrainer(Trainer):
         self.norm: Tensor | None = None
         clip = self.accelerator.clip_grad_norm_
 
-        def clip_and_keep(*given: Any, **named: Any) -> Any:
-            norm = clip(*given, **named)
+        def clip_and_keep(*arguments: Any, **named: Any) -> Any:
+            norm = clip(*arguments, **named)
             self.norm = None if norm is None else torch.as_tensor(norm)  # DeepSpeed tells a number, or none
             return norm
 
@@ -112,8 +112,8 @@ class BatchTrainer(Trainer):
     def begin(self) -> None:
         """Do what is left to do when Trainer has prepared the model and the optimizer."""
 
-    def training_step(self, *given: Any, **named: Any) -> Tensor:
-        loss: Tensor = super().training_step(*given, **named)
+    def training_step(self, *arguments: Any, **named: Any) -> Tensor:
+        loss: Tensor = super().training_step(*arguments, **named)
         self.loss = loss if self.loss is None else self.loss + loss
         return loss
 

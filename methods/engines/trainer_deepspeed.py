@@ -92,8 +92,8 @@ def _load(file: DeepSpeedFile, device: str) -> None:
     adam = "cpu_adam" if file.offload else "fused_adam"
     if file.adam == "deepspeed":
         if adam == "fused_adam" and device == "cuda":
-            told = "DeepSpeed's Adam on a GPU is not compiled here"
-            raise Unavailable(f"{told}: try torch_adam true, or a configuration without an optimizer")
+            reason = "DeepSpeed's Adam on a GPU is not compiled here"
+            raise Unavailable(f"{reason}: try torch_adam true, or a configuration without an optimizer")
         if not is_built(adam):
             raise Unavailable(lacks_to_build(adam) or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")
     deepspeed.import_deepspeed(device)

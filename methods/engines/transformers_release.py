@@ -36,7 +36,7 @@ def import_release() -> None:
     importlib.import_module("transformers.trainer")
 
 
-def arguments_of(cls: Any, **given: Any) -> Any:
+def arguments_of(cls: Any, **settings: Any) -> Any:
     """Return TrainingArguments of a release's class `cls`, which gets the given ones by the names that it knows."""
     known = cls.__dataclass_fields__
-    return cls(**{name if name in known else OLDER_NAMES[name]: value for name, value in given.items()})
+    return cls(**{name if name in known else OLDER_NAMES[name]: value for name, value in settings.items()})

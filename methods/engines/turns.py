@@ -48,16 +48,16 @@ class Turns:
         Raises what the loop raises. The first value only starts the loop."""
         self._is_callers = False
         self._to_loop.put((value, _get_current_dispatch_mode_stack()))
-        given = self._to_caller.get()
+        message = self._to_caller.get()
         self._is_callers = True
-        if isinstance(given, BaseException):
-            raise given
-        return given
+        if isinstance(message, BaseException):
+            raise message
+        return message
 
-    def take(self, given: Any = None) -> Any:
+    def take(self, message: Any = None) -> Any:
         """In the loop: end the turn with `given`, and return the caller's next value."""
         self._modes.close()
-        self._to_caller.put(given)
+        self._to_caller.put(message)
         return self._taken()
 
     def _taken(self) -> Any:

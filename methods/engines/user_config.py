@@ -46,7 +46,7 @@ class Off(NamedTuple):
     why: str
 
 
-class Given(NamedTuple):
+class KnownValue(NamedTuple):
     """A value that the workload gives. The configuration may say the same, `auto` or nothing."""
 
     value: Any
@@ -77,32 +77,32 @@ def read(config: str) -> UserConfig:
         is_json = text.lstrip().startswith("{")
         data = parsed_json(text) if is_json else read_yaml(path)
     except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None) or " ".join(str(error).split())
+        message = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ValueError(
-            f"option config: cannot read {config if not is_text else 'the text'}: {told}"
+            f"option config: cannot read {config if not is_text else 'the text'}: {message}"
         ) from error
     if not isinstance(data, dict):
         raise ValueError(f"{source}: expected a configuration of DeepSpeed or accelerate, got {shown(data)}")
     return UserConfig(data, source, Path() if is_text else path.resolve().parent)
 
 
-def checked(config: UserConfig, table: Table, given: dict[str, Given]) -> dict[str, Any]:
+def checked(config: UserConfig, table: Table, known_values: dict[str, KnownValue]) -> dict[str, Any]:
     """Return those entries of the configuration that the engine gets. Raises ValueError, one line with a way out, for
     an entry that says otherwise than the workload, that cannot be honored, or that is not known."""
-    for path, expected in given.items():
+    for path, expected in known_values.items():
         _compare(config, path, expected)
-    return _honored(config, config.data, "", table, given)
+    return _honored(config, config.data, "", table, known_values)
 
 
 def settled(method: Any, defaults: dict[str, Any], says: dict[str, Any]) -> dict[str, Any]:
     """Return the options named in `defaults`: as the configuration says, else as given, else by default. Raises
     ValueError if an option was given, even with its default, and the configuration says otherwise."""
-    given = {name: value for name in defaults if (value := getattr(method, name)) != UNSAID}
+    options = {name: value for name in defaults if (value := getattr(method, name)) != UNSAID}
     for name, value in says.items():
-        if given.get(name, value) != value:
-            told = f"expected {value}, as the configuration says, got {given[name]}"
-            raise ValueError(f"option {name}: {told}; leave {name} out")
-    return defaults | given | says
+        if options.get(name, value) != value:
+            message = f"expected {value}, as the configuration says, got {options[name]}"
+            raise ValueError(f"option {name}: {message}; leave {name} out")
+    return defaults | options | says
 
 
 def fill_in(method: Any, defaults: dict[str, Any]) -> None:
@@ -129,39 +129,39 @@ def value_at(data: Any, path: str) -> Any:
     return data
 
 
-def _compare(config: UserConfig, path: str, given: Given) -> None:
+def _compare(config: UserConfig, path: str, known: KnownValue) -> None:
     got = value_at(config.data, path)
-    if got is None or got == AUTO or _is_same(got, given.value):
+    if got is None or got == AUTO or _is_same(got, known.value):
         return
-    expected = f"expected {path} {shown(given.value)}, as {given.said_by} says"
-    raise ValueError(f"{config.source}: {expected}, got {shown(got)}; try {given.way_out(got)}")
+    expected = f"expected {path} {shown(known.value)}, as {known.said_by} says"
+    raise ValueError(f"{config.source}: {expected}, got {shown(got)}; try {known.way_out(got)}")
 
 
 def _honored(
-    config: UserConfig, data: dict[str, Any], above: str, table: Table, given: dict[str, Given]
+    config: UserConfig, data: dict[str, Any], above: str, table: Table, known_values: dict[str, KnownValue]
 ) -> dict[str, Any]:
     """Return the entries of the section `data` that the engine gets. `above`: the section's path, with a dot."""
-    found = {}
+    honored = {}
     for name, value in data.items():
         path, is_section = f"{above}{name}", isinstance(value, dict)
-        if path in given:
+        if path in known_values:
             continue
         if (rule := table.get(path)) is not None:
             if _is_kept(config, path, value, rule):
-                found[name] = value
-        elif any(known.startswith(f"{path}.") for known in (*table, *given)):
+                honored[name] = value
+        elif any(known.startswith(f"{path}.") for known in (*table, *known_values)):
             if value is not None and not is_section:
                 raise ValueError(
                     f"{config.source}: expected {path} as a section of entries, got {shown(value)}"
                 )
-            if section := _honored(config, value or {}, f"{path}.", table, given):
-                found[name] = section
+            if section := _honored(config, value or {}, f"{path}.", table, known_values):
+                honored[name] = section
         else:
-            siblings = {each.split(".")[0] for each in _below(above, (*table, *given))}
+            siblings = {name.split(".")[0] for name in _below(above, (*table, *known_values))}
             hint = did_you_mean(str(name), siblings).strip()
-            told = f"{config.source}: expected entries of known names, got {shown(path)}"
-            raise ValueError(f"{told}; {hint or 'correct the name, or leave it out'}")
-    return found
+            message = f"{config.source}: expected entries of known names, got {shown(path)}"
+            raise ValueError(f"{message}; {hint or 'correct the name, or leave it out'}")
+    return honored
 
 
 def _below(above: str, paths: tuple[str, ...]) -> Iterator[str]:
@@ -177,19 +177,19 @@ def _is_kept(config: UserConfig, path: str, value: Any, rule: Rule) -> bool:
             raise ValueError(f"{config.source}: expected {path} switched off, got {shown(value)}: {rule.why}")
         return False
     if isinstance(rule, Only):
-        if not any(_is_same(value, each) for each in rule.values):
-            expected = " or ".join(shown(each) for each in rule.values) or "left out"
+        if not any(_is_same(value, allowed) for allowed in rule.values):
+            expected = " or ".join(shown(allowed) for allowed in rule.values) or "left out"
             raise ValueError(f"{config.source}: expected {path} {expected}, got {shown(value)}: {rule.why}")
         return False
     if value is None:
         return False
     if value == AUTO:
         if not rule.takes_auto:
-            told = f'expected {path} as a value, because nothing fills it in, got "{AUTO}"'
-            raise ValueError(f"{config.source}: {told}; try a value, or leave it out")
+            message = f'expected {path} as a value, because nothing fills it in, got "{AUTO}"'
+            raise ValueError(f"{config.source}: {message}; try a value, or leave it out")
         return True
     if not isinstance(value, rule.kinds) or (isinstance(value, bool) and bool not in rule.kinds):
-        kinds = " or ".join(each.__name__ for each in rule.kinds)
+        kinds = " or ".join(kind.__name__ for kind in rule.kinds)
         raise ValueError(f"{config.source}: expected {path} as {kinds}, got {shown(value)}")
     return True
 

@@ -386,12 +386,15 @@ class ModelOrchestrator:
         task, shards = self.tasks[number], self.models[number]
         names = [name for shard in shards for name in shard.trained]
         settings = dataclasses.replace(
-            self.trainings[number], learning_rate_at=task.schedule, random_state=self._random(task.seed)
+            self.trainings[number],
+            learning_rate_at=task.schedule,
+            random_state=self._random(task.seed),
+            num_batches=task.num_batches,
         )
-        arguments = (number, shards, names, task.batches(), task.num_batches)
+        arguments = (number, shards, names, task.batches())
         if number == self.halved:
             return First(*arguments, second_random=self._random(task.seed + 1), settings=settings)
-        return Task(*arguments, settings)
+        return Task(*arguments, settings=settings)
 
     def _random(self, seed: int) -> Any:
         """Return the random state that `seed` gives: the CPU's state and the GPU's state (None if there are no GPUs).

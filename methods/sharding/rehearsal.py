@@ -62,8 +62,8 @@ def _tasks(
     the host."""
     tasks = []
     for number, (shards, batch, training) in enumerate(zip(models, batches, settings, strict=True)):
-        rehearsal = dataclasses.replace(training, rehearses=True)
-        tasks.append(Task(number, shards, [], [batch] * NUM_MINIBATCHES, NUM_MINIBATCHES, rehearsal))
+        rehearsal = dataclasses.replace(training, num_batches=NUM_MINIBATCHES, rehearses=True)
+        tasks.append(Task(number, shards, [], [batch] * NUM_MINIBATCHES, settings=rehearsal))
     return tasks
 
 

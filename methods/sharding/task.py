@@ -38,12 +38,12 @@ class TaskSettings:
     keeps_graphs: bool = False  # True: a forward unit keeps autograd's graph for its backward unit
     per_round: int = 1  # number of minibatches in a round
     micro_batches: int = 1  # number of equal parts of a minibatch; the loss is the mean of their losses
+    num_batches: int | None = None  # number of minibatches; None: not known
     rehearses: bool = False  # True: nothing is copied to the host
 
 
 class Task:
-    """A model, its data, and the progress of its training. `batches`: pairs of inputs and targets. `num_batches`: their
-    number; None: not known."""
+    """A model, its data, and the progress of its training. `batches`: pairs of inputs and targets."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Task:
         shards: list[Shard],
         names: Sequence[str],
         batches: Iterable,
-        num_batches: int | None,
+        *,
         settings: TaskSettings,
     ) -> None:
         self.model, self.shards, self.names, self.batches = model, shards, names, iter(batches)
         self.settings, self.random = settings, settings.random_state
         self.keeps_graphs = settings.keeps_graphs and len(shards) > 1
-        self.batches_left: float = math.inf if num_batches is None else num_batches
+        self.batches_left: float = math.inf if settings.num_batches is None else settings.num_batches
         self.num_done = 0  # number of minibatches finished so far
         self.updates = [0] * len(shards)
         self.script, self.position = self._script(), 0

@@ -22,7 +22,7 @@ from methods.sharding.task import Task, TaskSettings
 class First(Task):
     """The chain of the first half of each batch: it updates the model and yields the steps."""
 
-    def __init__(self, *args: Any, second_random: object, settings: TaskSettings) -> None:
+    def __init__(self, *args: Any, settings: TaskSettings, second_random: object) -> None:
         super().__init__(*args, settings=dataclasses.replace(settings, update="later"))
         self.can_split, self.twin = False, Second(self, second_random)
 
@@ -57,7 +57,7 @@ class Second(Task):
             keeps_graphs=first.keeps_graphs,
             micro_batches=first.settings.micro_batches,
         )
-        super().__init__(first.model, first.shards, [], (), None, settings)
+        super().__init__(first.model, first.shards, [], (), settings=settings)
         self.can_split, self.twin = False, first
         self.updates, self.script = first.updates, self.script[: -len(self.shards)]
 

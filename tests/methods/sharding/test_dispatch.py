@@ -79,7 +79,13 @@ class Nothing:
 def timed_tasks() -> list[Task]:
     tasks = []
     for model in range(5):
-        task = Task(model, [Nothing()] * (1 + model % 3), [], [(0, 0)] * 3, 3, TaskSettings(update="now"))  # type: ignore[list-item]
+        task = Task(
+            model,
+            [Nothing()] * (1 + model % 3),
+            [],
+            [(0, 0)] * 3,
+            settings=TaskSettings(update="now", num_batches=3),
+        )  # type: ignore[list-item]
         task.seconds = {
             (kind, shard): 0.05 * (1 + shard) * {FORWARD: 1, LOSS: 3}.get(kind, 2)
             for kind, shard in task.seconds
