@@ -16,40 +16,23 @@ from typing import Any
 import click
 
 from cli import options
-from cli.options import Bytes, Numbers
+from cli.options import of_field
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
+from harness.core.option import options_of
 from harness.devices import machine, named_machines
 from harness.jobs.scale import to_fit
 from harness.models import weight_files
 from harness.run import place
 from papers.figures import case
 
-# By name of a method's option: its own option on the command line. --option sets any option of a method.
-OF_METHODS = {
-    "placement": "--placement",
-    "num_models": "--models",
-    "num_devices": "--devices",
-    "disk": "--disk",
-    "double_buffer": "--double-buffer",
-    "hybrid": "--hybrid",
-    "world_size": "--ranks",
-    "resume": "--resume",
-}
-# options of the workload that take several values
-LISTED = ("num_layers", "hidden_size", "batch_size", "seq_len")
-OF_WORKLOAD = (
-    "micro_batches",
-    "vocab_size",
-    "num_heads",
-    "dtype",
-    "dropout",
-    "clip_norm",
-    "learning_rate",
-    "seed",
-    "corpus",
-    "weights",
-)
+# The workload's fields with an option, in the order of the help; sizes come first.
+SIZES = ("num_layers", "hidden_size", "batch_size", "micro_batches")
+OF_WORKLOAD = {name: options_of(Workload)[name] for name in dict.fromkeys((*SIZES, *options_of(Workload)))}
+# Fields of methods whose flags the help lists with the sizes, and those that it lists after --option. Flags of any
+# other fields follow these.
+WITH_SIZES = ("window_size", "disk", "placement")
+AFTER_OPTION = ("num_models", "num_devices", "double_buffer", "hybrid", "world_size", "resume")
 
 # By name of an artifact: the defaults that --as sets. Options that the user gives override them.
 SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
@@ -62,41 +45,16 @@ def take_settings(context: click.Context, _: click.Parameter, name: str | None) 
     return name
 
 
-workload_options = options.together(
-    options.model,
-    click.option("-l", "--layers", "num_layers", type=Numbers(), default="16", help="Number of layers."),
-    click.option("-h", "hidden_size", type=Numbers(), default="2048", help="Hidden size."),
-    click.option("-b", "batch_size", type=Numbers(), default="4", help="Samples per step."),
-    click.option("--micro-batches", type=int, default=1, help="Number of equal parts of each batch."),
-    options.num_heads,
-    click.option("--seq", "seq_len", type=Numbers(), default="1024", help="Tokens per sample."),
-    click.option("--vocab", "vocab_size", type=int, default=50304, help="Vocabulary size."),
-    options.dtype,
-    click.option(
-        "--dropout", type=float, default=0.0, help="Dropout probability; the published runs used 0.1."
-    ),
-    click.option(
-        "--clip", "clip_norm", type=float, default=1.0, help="Largest global gradient norm; 0: no clipping."
-    ),
-    click.option("--lr", "learning_rate", type=float, default=1.5e-4, help="Peak learning rate."),
-    click.option("--seed", type=int, default=1234, help="Seed of weights and data."),
-    click.option(
-        "--data", "corpus", help="Prefix of a Megatron corpus (.bin, .idx); default: tokens drawn by --seed."
-    ),
-    click.option(
-        "--weights",
-        metavar="DIR",
-        help="Folder of a Hugging Face model, whose weights training starts from; default: drawn by --seed.",
-    ),
-)
+def of_methods(*names: str) -> list[Any]:
+    """Return the options for these fields of methods. Their default is None: the method's own default."""
+    declaring = method.declaring()
+    return [of_field(declaring[name], name, default=None) for name in names if name in declaring]
+
+
+workload_options = options.together(options.model, *(of_field(Workload, name) for name in OF_WORKLOAD))
 size_options = options.together(
-    click.option(
-        "-w", "window_size", type=Numbers(), help="Number of layers in the window; default: planned."
-    ),
-    click.option("--disk", metavar="DIR", help="Folder for states that are kept on the disk."),
-    click.option("--device-memory", type=Bytes(), help="Budget of device memory; default: all of it."),
-    click.option("--host-memory", type=Bytes(), help="Budget of host memory; default: all of it."),
-    click.option("--disk-memory", type=Bytes(), help="Budget of disk space; default: all free space."),
+    *of_methods("window_size", "disk"),
+    *(of_field(Budget, name) for name in ("device_bytes", "host_bytes", "disk_bytes")),
 )
 
 
@@ -122,17 +80,9 @@ job_options = options.together(
     ),
     workload_options,
     size_options,
-    click.option(
-        "--placement",
-        metavar="RUNS",
-        help="Kinds of layers, bottom first: R2W5 means 2 resident layers, then 5 windowed ones.",
-    ),
-    click.option("--steps", type=int, default=20, help="Training steps, warm-up included."),
-    click.option(
-        "--warmup",
-        type=int,
-        help="Number of first steps that medians leave out; default: 5, fewer if --steps is below 6.",
-    ),
+    *of_methods("placement"),
+    of_field(Job, "steps"),
+    of_field(Job, "warmup", default=None),
     click.option(
         "--option",
         "options",
@@ -140,35 +90,9 @@ job_options = options.together(
         metavar="NAME=VALUE",
         help="Set the method's option NAME to VALUE.",
     ),
-    click.option(
-        "--models",
-        "num_models",
-        type=int,
-        help="Number of models that a method trains in turns (default: 1).",
-    ),
-    click.option(
-        "--devices",
-        "num_devices",
-        type=int,
-        help="Number of devices that the models of --models share; on a CPU each device is a process.",
-    ),
-    click.option(
-        "--double-buffer", type=bool, help="Fetch the next shard while a shard computes (default: on)."
-    ),
-    click.option(
-        "--hybrid",
-        type=bool,
-        help="Split a model's batches over two devices if devices outnumber models (default: on).",
-    ),
-    click.option("--ranks", "world_size", type=int, help="Number of processes that train one model."),
-    click.option("--resume", metavar="FOLDER", help="Continue from the newest checkpoint in this folder."),
-    click.option(
-        "--device",
-        type=click.Choice(["auto", "cpu", "cuda", "sim"]),
-        default="auto",
-        help="sim: simulated on the CPU; auto: cuda if a GPU is here or --on asks for one, else sim if"
-        " --device-memory is set, else cpu.",
-    ),
+    *of_methods(*AFTER_OPTION),
+    *of_methods(*(name for name in method.declaring() if name not in (*WITH_SIZES, *AFTER_OPTION))),
+    of_field(Job, "device", type=click.Choice(["auto", "cpu", "cuda", "sim"]), default="auto"),
     click.option(
         "--machine",
         "--gpu",
@@ -181,10 +105,8 @@ job_options = options.together(
         type=click.Choice(["fit"]),
         help="fit: train all layers on sim in about a minute: widths divided by f, memories by f squared.",
     ),
-    click.option(
-        "--link", type=Bytes(), help="Speed of --device sim's link: bytes per second in each direction."
-    ),
-    click.option("--timeout", type=float, metavar="SECONDS", help="End a job that takes longer than this."),
+    of_field(Budget, "link_bytes_per_second"),
+    of_field(Budget, "seconds"),
     options.results,
     options.methods,
     options.machines,
@@ -228,112 +150,106 @@ class WithMethods(click.Command):
         super().format_epilog(context, formatter)
 
 
-def make_jobs(words: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
+def make_jobs(options: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     """Return a job for every combination of the values. Along the list, the method changes slowest, the window fastest.
     A method gets only those options that it has. Raises ValueError for an option that no method has, except -w, which
     published calls give to all methods, and for one that --option sets to another value."""
-    names = _names(words, folders)
-    given = dict(parse_option(text) for text in words["options"])
-    for option, spelled in {"window_size": "-w", **OF_METHODS}.items():
-        values = words.get(option) if option == "window_size" else [words.get(option)]
-        if option in given and values not in (None, [None], [given[option]]):
-            both = (
-                f"got both, {','.join(map(str, values))} and {given[option]}; try {spelled} {given[option]}"
-            )
-            raise ValueError(f"expected one of {spelled} and --option {option}, {both}")
-    device = _device(words, _budget(words))
-    budget = _budget(words, device)
-    steps = words["steps"]
-    warmup = min(5, max(0, steps - 1)) if words["warmup"] is None else words["warmup"]
+    names = _names(options["method_names"], options.get("as_artifact"), folders)
+    by_name = dict(map(parse_option, options["options"]))
+    flags = method.flags()
+    by_flag = {name: options[name] for name in flags if options.get(name) is not None}
+    _check_set_once(by_flag, by_name)
+    device = _device(options, _budget(options))
+    budget = _budget(options, device)
+    steps, warmup = options["steps"], options["warmup"]
+    if warmup is None:
+        warmup = min(5, max(0, steps - 1))
+    choices = [value if flags[name].is_list else [value] for name, value in by_flag.items()]
     jobs = []
-    for name, workload, window in itertools.product(names, workloads(words), words["window_size"] or [None]):
-        known = method.option_names(method.load(name, folders))
-        if window and words.get("as_artifact"):
+    for name, workload, values in itertools.product(names, workloads(options), itertools.product(*choices)):
+        allowed = method.option_names(method.load(name, folders))
+        chosen = {field: value for field, value in zip(by_flag, values, strict=True) if field in allowed}
+        if options.get("as_artifact") and "window_size" in chosen:
             # the artifact, too, limits the window to the model's layers
-            window = min(window, workload.num_layers)
-        asked = {"window_size": window} | {option: words.get(option) for option in OF_METHODS}
-        own = {option: value for option, value in asked.items() if value is not None and option in known}
-        jobs.append(Job(name, workload, {**given, **own}, budget, device, steps, warmup))
-    for option, spelled in OF_METHODS.items():
-        if words.get(option) is not None and not any(option in job.options for job in jobs):
-            able = ", ".join(method.having(option, folders))
+            chosen["window_size"] = min(chosen["window_size"], workload.num_layers)
+        jobs.append(Job(name, workload, {**by_name, **chosen}, budget, device, steps, warmup))
+    for field in by_flag:
+        if not flags[field].is_for_all and not any(field in job.options for job in jobs):
+            able = ", ".join(method.having(field, folders))
             raise ValueError(
-                f"{spelled} does not apply to {', '.join(names)}: leave it out, or try -m {able}"
+                f"{flags[field].flag} does not apply to {', '.join(names)}: leave it out, or try -m {able}"
             )
-    if words.get("scale"):
+    if options.get("scale"):
         jobs = [to_fit(job, folders)[0] for job in jobs]
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
 
 
-def workloads(words: dict[str, Any]) -> list[Workload]:
+def _check_set_once(by_flag: dict[str, Any], by_name: dict[str, Any]) -> None:
+    """Raise ValueError if a method's option has one value by its flag and another by --option."""
+    for name, value in by_flag.items():
+        values = value if isinstance(value, list) else [value]
+        if name in by_name and values != [by_name[name]]:
+            flag = method.flags()[name].flag
+            got = f"got both, {','.join(map(str, values))} and {by_name[name]}; try {flag} {by_name[name]}"
+            raise ValueError(f"expected one of {flag} and --option {name}, {got}")
+
+
+def workloads(options: dict[str, Any]) -> list[Workload]:
     """Return a workload for every combination of models and sizes."""
-    found: list[Workload] = []
-    for model in words["model"]:
-        fields = {name: words[name] for name in OF_WORKLOAD} | model
-        sizes = [[fields.pop(name)] if name in fields else words[name] for name in LISTED]
-        found += [
-            Workload(**dict(zip(LISTED, each, strict=True)), **fields) for each in itertools.product(*sizes)
-        ]
-    return found
+    combinations: list[Workload] = []
+    for model in options["model"]:
+        fields = {name: options[name] for name in OF_WORKLOAD} | model
+        lists = [name for name, option in OF_WORKLOAD.items() if option.is_list and name not in model]
+        for sizes in itertools.product(*(fields[name] for name in lists)):
+            combinations.append(Workload(**{**fields, **dict(zip(lists, sizes, strict=True))}))
+    return combinations
 
 
-def _names(words: dict[str, Any], folders: tuple[Path, ...]) -> list[str]:
-    if not words["method_names"]:
+def _names(text: str | None, artifact: str | None, folders: tuple[Path, ...]) -> list[str]:
+    """Return the names of the methods that `text`, the value of -m, names."""
+    if not text:
         raise ValueError(
             f"-m: expected a method, got none; try all, or one of {', '.join(method.names(folders))}"
         )
     published = case.load(1).methods  # the artifact's methods
-    if words["method_names"] == "all" and words.get("as_artifact"):
+    if text == "all" and artifact:
         return list(published)
-    if words["method_names"] != "all":
-        asked = words["method_names"].split(",")
-        return [name for each in asked for name in (published if each == "published" else (each,))]
+    if text != "all":
+        return [name for part in text.split(",") for name in (published if part == "published" else (part,))]
     broken = method.broken(folders)
     for name, why in broken.items():
         print(f"left out: {name}: {why}", file=sys.stderr)
     return [name for name in method.names(folders) if name not in broken]
 
 
-def _device(words: dict[str, Any], budget: Budget) -> str:
-    there = machine.devices()
-    device = there[0] if words["device"] == "auto" else words["device"]
-    elsewhere = words.get("on", "local") != "local"
-    if words["device"] == "auto" and elsewhere and place.load(words["on"]).asks_for_gpus(words):
+def _device(options: dict[str, Any], budget: Budget) -> str:
+    devices = machine.devices()
+    device = devices[0] if options["device"] == "auto" else options["device"]
+    is_elsewhere = options.get("on", "local") != "local"
+    if options["device"] == "auto" and is_elsewhere and place.load(options["on"]).asks_for_gpus(options):
         device = "cuda"
-    elif words["device"] == "auto" and device == "cpu" and budget.device_bytes:
+    elif options["device"] == "auto" and device == "cpu" and budget.device_bytes:
         device = "sim"
-    if elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
+    if is_elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
         raise ValueError(
             "expected the memory of the other machine's GPU, got none: try --device-memory 80GiB"
         )
-    if device not in there and not elsewhere:
+    if device not in devices and not is_elsewhere:
         why = machine.cuda_refused() if device == "cuda" and machine.gpu() else ""
-        raise ValueError(
-            f"--device: expected {' or '.join(there)} on this machine, got {device}{f': {why}' if why else ''}"
-        )
-    if words["link"] and device != "sim":
+        expected = f"expected {' or '.join(devices)} on this machine"
+        raise ValueError(f"--device: {expected}, got {device}{f': {why}' if why else ''}")
+    if options["link_bytes_per_second"] and device != "sim":
         raise ValueError(f"--link: expected --device sim, got {device}, whose link is real; leave --link out")
     return device
 
 
-def _budget(words: dict[str, Any], device: str = "") -> Budget:
+def _budget(options: dict[str, Any], device: str = "") -> Budget:
     """Return the job's budgets for this device. An option such as --host-memory sets its budget; every other budget is
     that of the machine that --machine names, if any."""
-    budget = (
-        named_machines.load(words["machine_name"]).budget_on(device, words["dtype"])
-        if words["machine_name"]
-        else Budget()
-    )
-    asked = {
-        "device_bytes": "device_memory",
-        "host_bytes": "host_memory",
-        "disk_bytes": "disk_memory",
-        "seconds": "timeout",
-        "link_bytes_per_second": "link",
-    }
-    return dataclasses.replace(
-        budget, **{name: words[word] for name, word in asked.items() if words[word] is not None}
-    )
+    name = options["machine_name"]
+    budget = named_machines.load(name).budget_on(device, options["dtype"]) if name else Budget()
+    limits = {field: options[field] for field in options_of(Budget) if options[field] is not None}
+    return dataclasses.replace(budget, **limits)
 
 
 def parse_option(text: str) -> tuple[str, Any]:

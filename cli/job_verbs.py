@@ -94,7 +94,7 @@ def plan(exact: bool, **words: Any) -> None:
 
     folders, name = _folders(words), words["machine_name"]
     jobs = make_jobs(words, folders)
-    asked = Budget(words["device_memory"], words["host_memory"])
+    asked = Budget(words["device_bytes"], words["host_bytes"])
     is_elsewhere = bool(name) and not words["scale"]
     if is_elsewhere:
         host = host_bytes_at(named_machines.load(name), asked)

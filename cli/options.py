@@ -17,6 +17,8 @@ from click.shell_completion import CompletionItem
 
 from harness.base.checkout import ROOT
 from harness.base.registry import Registry
+from harness.core.job import Workload
+from harness.core.option import options_of
 from harness.devices import named_machines
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 from harness.models import named_models
@@ -295,11 +297,6 @@ model = together(
     ),
     params,
 )
-num_heads = click.option("--heads", "num_heads", type=int, default=16, help="Attention heads per layer.")
-seq_len = click.option("--seq", "seq_len", type=int, default=1024, help="Tokens per sample.")
-dtype = click.option(
-    "--dtype", default="fp32", help="Number format: fp32, or mixed precision with bf16 or fp16."
-)
 
 
 class Numbers(click.ParamType):
@@ -344,6 +341,30 @@ class Duration(click.ParamType):
         if not match or not float(match[1]):
             self.fail(f"expected a positive time in s, m or h, such as 90m, got {value!r}", param, context)
         return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+TYPES = {"int": int, "float": float, "bool": bool, "str": str}  # by a field's annotation
+
+
+def of_field(kind: type, name: str, **settings: Any) -> Any:
+    """Return click's option for a field that declares one; `settings` are arguments of click.option() that replace the
+    field's own."""
+    option = options_of(kind)[name]
+    field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    value_type: Any = TYPES[field.type.removesuffix(" | None")]
+    if option.is_list:
+        value_type = Numbers()
+    elif "bytes" in name:
+        value_type = Bytes()
+    default = field.default if field.default is None or not option.is_list else str(field.default)
+    declared = {"type": value_type, "default": default, "help": option.help, "metavar": option.metavar}
+    return click.option(*option.flags, name, **{**declared, **settings})
+
+
+# options of verbs that take one size, not several
+num_heads = of_field(Workload, "num_heads")
+seq_len = of_field(Workload, "seq_len", type=int)
+dtype = of_field(Workload, "dtype")
 
 
 def check_writable(folder: Path, option: str = "--results") -> None:

@@ -12,11 +12,13 @@ from typing import Any, Self
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Training, Unavailable
+from harness.core.option import with_option
 from methods.engines.deepspeed_config import OFFLOADS, EngineSettings, zero_of_stage, zero_plan
 from methods.engines.deepspeed_file import DeepSpeedFile
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.engines.user_config import UNSAID, fill_in, settled
 from methods.shared.data_parallel import rank_part
+from methods.shared.method_options import RANKS
 
 # Options that a configuration sets, and their values without one.
 DEFAULTS: dict[str, Any] = {
@@ -37,7 +39,7 @@ class DeepSpeed(DeepSpeedMethod):
     # how micro-batches are summed: a key of engines/deepspeed_config.ACCUMULATIONS
     accumulation: str = UNSAID
     adam: str = UNSAID  # Adam's kernel: fused, deepspeed or published (methods/engines/deepspeed_config.py)
-    world_size: int = 1  # ranks
+    world_size: int = with_option(1, RANKS)  # ranks
     release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
     # a configuration file of DeepSpeed or accelerate, or its JSON; sets the options above
     config: str | None = None

@@ -16,11 +16,13 @@ from typing import Any
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
+from harness.core.option import with_option
 from harness.plan.resources import parts_sent
 from methods.engines import accelerate_file
 from methods.engines.user_config import UNSAID, fill_in, settled
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import describe, each_page_locked, gathered_params, one_micro_batch
+from methods.shared.method_options import RANKS
 
 # Options that a configuration sets, and their values without one.
 DEFAULTS: dict[str, Any] = {"reshard_after_forward": True, "reduce_dtype": "fp32"}
@@ -35,7 +37,7 @@ class Fsdp2Offload(Method):
     takes_config = True
     accumulates = True
     scales_loss = True
-    world_size: int = 1  # ranks
+    world_size: int = with_option(1, RANKS)  # ranks
     # False: a layer's weights stay on the device until its backward pass
     reshard_after_forward: bool = UNSAID
     reduce_dtype: str = UNSAID  # dtype in which ranks sum gradients: fp32, or weights for that of the weights

@@ -22,6 +22,7 @@ from typing import Any
 
 from harness.core.job import Plan, Room, Workload, several
 from harness.core.method import Method, Step, Trained, Training, largest_depth
+from harness.core.option import opt
 from harness.devices import cuda_budget
 from harness.plan.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards
@@ -46,12 +47,26 @@ def __getattr__(name: str) -> object:
 class Hydra(Method):
     # layers of a shard, where embedding and head count as layers; None: as many as fit
     shard_layers: int | None = None
-    double_buffer: bool = True  # True: the device has a second slot, for the next shard
+    # True: the device has a second slot, for the next shard
+    double_buffer: bool = opt(
+        True, "--double-buffer", "Fetch the next shard while a shard computes (default: on)."
+    )
     intermediates: str = "checkpointed"  # checkpointed: recompute layers; saved: send activations to the host
-    num_models: int = 1  # number of learning rates, one model each; the first rate is the workload's
+    # number of learning rates, one model each; the first rate is the workload's
+    num_models: int = opt(1, "--models", "Number of models that a method trains in turns (default: 1).")
     num_batch_sizes: int = 1  # number of batch sizes for each learning rate: the workload's, half of it, ...
-    num_devices: int = 1  # number of GPUs, or of processes on a CPU
-    hybrid: bool = True  # True: split the first model's batches over two devices if devices outnumber models
+    # number of GPUs, or of processes on a CPU
+    num_devices: int = opt(
+        1,
+        "--devices",
+        "Number of devices that the models of --models share; on a CPU each device is a process.",
+    )
+    # True: split the first model's batches over two devices if devices outnumber models
+    hybrid: bool = opt(
+        True,
+        "--hybrid",
+        "Split a model's batches over two devices if devices outnumber models (default: on).",
+    )
     partitioner: str = "exact"  # exact: halve shards that do not fit in a rehearsal; presharded: keep them
     policy: str = "lrtf"  # lrtf: longest remaining time first; or srtf (shortest first), fifo, random
 

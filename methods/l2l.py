@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
+from harness.core.option import with_option
 from methods.offload import adamw_kernel
 from methods.shared.memory_needs import describe
+from methods.shared.method_options import RANKS
 from methods.streaming.placement.choice import one_layer_plan
 
 
@@ -27,7 +29,7 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class L2L(Method):
-    world_size: int = 1  # ranks
+    world_size: int = with_option(1, RANKS)  # ranks
     # home of embedding and head; None: the device, or the host if the device is too small
     ends: str | None = None
     # memory of the boundaries; None: the device, or the host if the device is too small

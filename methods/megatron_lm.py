@@ -29,12 +29,14 @@ from harness.core.job import (
     Workload,
 )
 from harness.core.method import Step, TensorState, Trained, Training
+from harness.core.option import with_option
 from harness.plan.resources import parts_sent, sum_sent
 from methods.engines import megatron_names
 from methods.engines.release import importing
 from methods.engines.released_method import ReleasedMethod
 from methods.shared.data_parallel import multiples, rank_part
 from methods.shared.memory_needs import describe
+from methods.shared.method_options import RANKS
 
 NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
 # The oldest releases that train without CUDA and Transformer Engine: of megatron-core, and for an option of the method.
@@ -49,7 +51,7 @@ SINCE = {
 
 @dataclass(frozen=True)
 class MegatronLM(ReleasedMethod):
-    world_size: int = 1  # ranks
+    world_size: int = with_option(1, RANKS)  # ranks
     tensor_parallel: int = 1  # ranks that share each matrix
     sequence_parallel: bool = False  # True: ranks of a group also split the sequence between matrices
     pipeline_parallel: int = 1  # number of stages of a pipeline; all stages have equally many layers

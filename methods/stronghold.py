@@ -21,8 +21,10 @@ from typing import Any
 
 from harness.core.job import Job, Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
+from harness.core.option import opt, with_option
 from methods.offload import adamw_cuda, adamw_kernel
 from methods.shared.memory_needs import describe
+from methods.shared.method_options import DISK, RANKS
 from methods.streaming.placement.choice import PlacementChoice
 from methods.streaming.placement.placement import parse, shrink, text_of
 
@@ -38,17 +40,32 @@ def __getattr__(name: str) -> object:
 
 @dataclass(frozen=True)
 class Stronghold(Method):
-    window_size: int | None = None  # number of the window's slots; None: plan() chooses
+    # number of the window's slots; None: plan() chooses
+    window_size: int | None = opt(
+        None,
+        "-w",
+        "Number of layers in the window; default: planned.",
+        is_list=True,
+        is_short=True,
+        is_for_all=True,
+    )
     resident_layers: int | None = None  # bottom layers that never leave the device; None: as many as fit
     # kinds of the layers, as R2W5S1; None: resident_layers, then windowed layers
-    placement: str | None = None
+    placement: str | None = opt(
+        None,
+        "--placement",
+        "Kinds of layers, bottom first: R2W5 means 2 resident layers, then 5 windowed ones.",
+        metavar="RUNS",
+        is_short=True,
+    )
     clipping: str | None = None  # deferred or speculate; None: deferred if gradients are clipped
     # home of embedding and head; None: the device, or the host if the device is too small
     ends: str | None = None
-    disk: str | None = None  # folder for states of layers of kind D; None: the system's temporary folder
+    # folder for states of layers of kind D; None: the system's temporary folder
+    disk: str | None = with_option(None, DISK)
     # memory of the boundaries; None: the device, or the host if the device is too small
     activations: str | None = None
-    world_size: int = 1  # ranks
+    world_size: int = with_option(1, RANKS)  # ranks
 
     label = "STRONGHOLD"
     color = "#A05CFF"

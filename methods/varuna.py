@@ -23,6 +23,7 @@ from harness.base.counted import counted
 from harness.core.identity import source_hash
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
+from harness.core.option import opt, with_option
 from harness.plan.resources import sum_sent
 from methods.pipeline.checkpoint.folders import choose, complete_steps
 from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
@@ -32,6 +33,7 @@ from methods.pipeline.config.profile import Sum
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
 from methods.shared.memory_needs import describe
+from methods.shared.method_options import RANKS
 
 # The classes for users and their modules, but for AutoConfig, which this module imports.
 CLASSES = {
@@ -56,13 +58,15 @@ class VarunaMethod(Method):
     num_stages: int | None = None  # stages of a pipeline (more ranks make replicas); None: the plan chooses
     chunk_size: int | None = None  # samples of a micro-batch; None: the plan chooses
     schedule: str = "varuna"  # or 1f1b, gpipe
-    world_size: int = 1  # ranks
+    world_size: int = with_option(1, RANKS)  # ranks
     peer_seconds: int = 1800  # most seconds to wait for another rank
     # folder to write checkpoints to while training goes on; None: no checkpoints
     checkpoint: str | None = None
     checkpoint_every: int = 10  # steps between two checkpoints
     # folder of checkpoints, of any stages and replicas, to resume from; None: begin anew
-    resume: str | None = None
+    resume: str | None = opt(
+        None, "--resume", "Continue from the newest checkpoint in this folder.", metavar="FOLDER"
+    )
 
     label = "Varuna"
     verbs = "methods.verbs.varuna"

@@ -18,6 +18,7 @@ from pathlib import Path
 from harness.base.marked_folder import is_marked, mark
 from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
+from harness.core.option import with_option
 from methods.engines.deepspeed_config import (
     EngineSettings,
     is_built,
@@ -30,6 +31,7 @@ from methods.engines.deepspeed_config import (
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import writable
+from methods.shared.method_options import DISK, RANKS
 
 PREFIX = "harness-nvme-"
 NUM_BUFFERS = 8  # buffers for parameters
@@ -37,12 +39,13 @@ NUM_BUFFERS = 8  # buffers for parameters
 
 @dataclass(frozen=True)
 class ZeroInfinityNvme(DeepSpeedMethod):
-    disk: str | None = None  # folder of weights and states; None: the system's temporary folder
+    # folder of weights and states; None: the system's temporary folder
+    disk: str | None = with_option(None, DISK)
     # True: read and write during the update; None: True if buffers fit on the host
     pipelined: bool | None = None
     # True: recompute by torch's older way; the newer way is wrong with DeepSpeed 0.19.8
     reentrant: bool = True
-    world_size: int = 1  # ranks
+    world_size: int = with_option(1, RANKS)  # ranks
     release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
 
     label = "ZeRO-Infinity (NVMe)"

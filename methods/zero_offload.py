@@ -8,16 +8,18 @@ from typing import Any
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import ForecastTest
+from harness.core.option import with_option
 from methods.engines.deepspeed_config import stage_2, stage_2_plan
 from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import rank_part
+from methods.shared.method_options import RANKS
 
 
 @dataclass(frozen=True)
 class ZeroOffload(DeepSpeedMethod):
     # the host's Adam: fused, deepspeed or published (methods/engines/deepspeed_config.py)
     adam: str = "fused"
-    world_size: int = 1  # ranks
+    world_size: int = with_option(1, RANKS)  # ranks
     release: str | None = None  # version of DeepSpeed, such as 0.18.9; None: the installed one
 
     label = "ZeRO-Offload"

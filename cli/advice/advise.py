@@ -78,8 +78,8 @@ def advise(
     is taken to be 64 GiB. All numbers are computed, except those that were measured on this machine.
     """
     folders = tuple(path.resolve() for path in methods_folder)
-    folder, disk_bytes = _disk(words["disk"], words["disk_memory"])
-    asked = Budget(words["device_memory"], words["host_memory"], disk_bytes)
+    folder, disk_bytes = _disk(words["disk"], words["disk_bytes"])
+    asked = Budget(words["device_bytes"], words["host_bytes"], disk_bytes)
     given_facts = dict(map(parse_option, facts))
     if given_facts and not name:
         raise ValueError(

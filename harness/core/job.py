@@ -16,6 +16,7 @@ from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.counted import counted
 from harness.core import hub_config
 from harness.core.anatomy import Anatomy, anatomy_of
+from harness.core.option import UNSAID, opt, unsaid_of
 from harness.core.rates import Rates
 
 GIB = 2**30
@@ -41,9 +42,6 @@ LOSS_SCALE_WINDOW = 1000  # the loss scale doubles after this many steps in a ro
 OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
 # most learning rates among several models: the first is the workload's, each next is half as high
 NUM_RATES = 6
-# A workload's JSON leaves out fields that have these values. So jobs from before a field existed keep their keys.
-UNSAID: dict[str, Any] = dict.fromkeys(("model", "config", "weights", "loss_scale_window"))
-UNSAID |= {"micro_batches": 1, "lr_warmup_steps": LR_WARMUP_STEPS, "lr_decay_steps": LR_DECAY_STEPS}
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
 NUM_LOGITS = 2**25
 # Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP
@@ -59,29 +57,47 @@ class Workload:
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    num_layers: int = 16  # how many transformer layers
-    hidden_size: int = 2048  # width of a layer
-    num_heads: int = 16  # attention heads of each layer
-    seq_len: int = 1024  # tokens of a sample
-    batch_size: int = 4  # samples of a step
-    micro_batches: int = 1  # equal parts of a batch, trained one after the other; their gradients are summed
-    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128
+    # how many transformer layers
+    num_layers: int = opt(16, "-l", "--layers", "Number of layers.", is_list=True)
+    hidden_size: int = opt(2048, "-h", "Hidden size.", is_list=True)  # width of a layer
+    num_heads: int = opt(16, "--heads", "Attention heads per layer.")  # attention heads of each layer
+    seq_len: int = opt(1024, "--seq", "Tokens per sample.", is_list=True)  # tokens of a sample
+    batch_size: int = opt(4, "-b", "Samples per step.", is_list=True)  # samples of a step
+    # equal parts of a batch, trained one after the other; their gradients are summed
+    micro_batches: int = opt(1, "--micro-batches", "Number of equal parts of each batch.", is_unsaid=True)
+    # GPT-2's 50257, padded to a multiple of 128
+    vocab_size: int = opt(50304, "--vocab", "Vocabulary size.")
     # dtype of weights and gradients: fp32, bf16 or fp16; master weights and moments are fp32
-    dtype: str = "fp32"
+    dtype: str = opt("fp32", "--dtype", "Number format: fp32, or mixed precision with bf16 or fp16.")
     # dropout probability; the published runs used 0.1; 0 allows comparison to the last bit
-    dropout: float = 0.0
-    clip_norm: float = 1.0  # limit of the global gradient norm; 0: no clipping
+    dropout: float = opt(0.0, "--dropout", "Dropout probability; the published runs used 0.1.")
+    # limit of the global gradient norm; 0: no clipping
+    clip_norm: float = opt(1.0, "--clip", "Largest global gradient norm; 0: no clipping.")
     # the highest learning rate, reached at the end of the warm-up (learning_rate_at)
-    learning_rate: float = 1.5e-4
-    seed: int = 1234  # seed of starting weights, data and dropout
-    corpus: str | None = None  # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
-    model: str | None = None  # name of the model in `config`, for people
-    config: str | None = None  # a model's config.json (harness/core/hub_config.py); None: the published GPT
+    learning_rate: float = opt(1.5e-4, "--lr", "Peak learning rate.")
+    seed: int = opt(1234, "--seed", "Seed of weights and data.")  # seed of starting weights, data and dropout
+    # prefix of a Megatron .bin/.idx pair; None: the synthetic stream
+    corpus: str | None = opt(
+        None, "--data", "Prefix of a Megatron corpus (.bin, .idx); default: tokens drawn by --seed."
+    )
+    # name of the model in `config`, for people
+    model: str | None = field(default=None, metadata=UNSAID)
+    # a model's config.json (harness/core/hub_config.py); None: the published GPT
+    config: str | None = field(default=None, metadata=UNSAID)
     # folder of safetensors with starting weights, if config is set; None: seeded values
-    weights: str | None = None
-    lr_warmup_steps: int = LR_WARMUP_STEPS  # step at which learning_rate is reached
-    lr_decay_steps: int = LR_DECAY_STEPS  # step from which on the learning rate is at its lowest
-    loss_scale_window: int | None = None  # fp16's steps without overflow before the scale doubles; None: 1000
+    weights: str | None = opt(
+        None,
+        "--weights",
+        "Folder of a Hugging Face model, whose weights training starts from; default: drawn by --seed.",
+        metavar="DIR",
+        is_unsaid=True,
+    )
+    # step at which learning_rate is reached
+    lr_warmup_steps: int = field(default=LR_WARMUP_STEPS, metadata=UNSAID)
+    # step from which on the learning rate is at its lowest
+    lr_decay_steps: int = field(default=LR_DECAY_STEPS, metadata=UNSAID)
+    # fp16's steps without overflow before the scale doubles; None: 1000
+    loss_scale_window: int | None = field(default=None, metadata=UNSAID)
 
     def __post_init__(self) -> None:
         for name in (
@@ -309,11 +325,20 @@ class Budget:
 
     __pydantic_config__ = NO_OTHER_FIELDS
 
-    device_bytes: int | None = None  # bytes of the device's memory
-    host_bytes: int | None = None  # bytes of the host's memory, for all processes of the run
-    disk_bytes: int | None = None  # bytes on the disk
-    seconds: float | None = None  # most seconds that the whole run may take
-    link_bytes_per_second: float | None = None  # rate of the simulated link of device sim, in each direction
+    # bytes of the device's memory
+    device_bytes: int | None = opt(None, "--device-memory", "Budget of device memory; default: all of it.")
+    # bytes of the host's memory, for all processes of the run
+    host_bytes: int | None = opt(None, "--host-memory", "Budget of host memory; default: all of it.")
+    # bytes on the disk
+    disk_bytes: int | None = opt(None, "--disk-memory", "Budget of disk space; default: all free space.")
+    # most seconds that the whole run may take
+    seconds: float | None = opt(
+        None, "--timeout", "End a job that takes longer than this.", metavar="SECONDS"
+    )
+    # rate of the simulated link of device sim, in each direction
+    link_bytes_per_second: float | None = opt(
+        None, "--link", "Speed of --device sim's link: bytes per second in each direction."
+    )
     rates: Rates | None = field(default=None, compare=False)  # the rates that plans assume; None: not known
 
     def __post_init__(self) -> None:
@@ -441,9 +466,20 @@ class Job:
     workload: Workload  # what the method trains
     options: dict[str, Any] = field(default_factory=dict)  # the method's options, by name
     budget: Budget = Budget()  # what the run may use
-    device: str = "cpu"  # cpu, cuda, or sim: a CPU with a second memory (harness/devices/sim.py)
-    steps: int = 20  # number of steps, warm-up included
-    warmup: int = 5  # number of steps at the start that are not timed
+    # cpu, cuda, or sim: a CPU with a second memory (harness/devices/sim.py)
+    device: str = opt(
+        "cpu",
+        "--device",
+        "sim: simulated on the CPU; auto: cuda if a GPU is here or --on asks for one, else sim if --device-memory is"
+        " set, else cpu.",
+    )
+    steps: int = opt(20, "--steps", "Training steps, warm-up included.")  # number of steps, warm-up included
+    # number of steps at the start that are not timed
+    warmup: int = opt(
+        5,
+        "--warmup",
+        "Number of first steps that medians leave out; default: 5, fewer if --steps is below 6.",
+    )
     # file for a timeline of the last steps; no part of the key
     trace: str | None = field(default=None, compare=False)
     # folder for the trained weights; no part of the key
@@ -485,7 +521,7 @@ class Job:
         for name in ("trace", "save"):
             if data[name] is None:
                 del data[name]
-        for name, default in UNSAID.items():
+        for name, default in unsaid_of(Workload).items():
             if data["workload"][name] == default:
                 del data["workload"][name]
         return data

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness.base.named_entries import did_you_mean
 from harness.base.registry import FileRegistry
 from harness.core import identity
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, Workload
+from harness.core.option import Option, options_of
 from harness.core.unavailable import Unavailable
 
 if TYPE_CHECKING:
@@ -274,6 +276,26 @@ def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -
         raise ValueError(
             f"{trained.label} has no loss scale for fp16: try --dtype bf16, or -m {able('scales_loss')}"
         )
+
+
+def declaring(folders: tuple[Path, ...] = ()) -> dict[str, type[Method]]:
+    """Return, by field, the first method that declares a flag for the field. The flag also sets the fields of the same
+    name of all other methods."""
+    return _declaring(tuple(REGISTRY.files(folders).values()), folders)
+
+
+@functools.lru_cache(maxsize=4)
+def _declaring(_: tuple[Path, ...], folders: tuple[Path, ...]) -> dict[str, type[Method]]:
+    classes: dict[str, type[Method]] = {}
+    for cls in loadable(folders).values():
+        for name in options_of(cls):
+            classes.setdefault(name, cls)
+    return classes
+
+
+def flags(folders: tuple[Path, ...] = ()) -> dict[str, Option]:
+    """Return the options of methods that have a flag of their own, by field; --option sets any other field."""
+    return {name: options_of(cls)[name] for name, cls in declaring(folders).items()}
 
 
 def option_names(cls: type[Method]) -> list[str]:

@@ -6,13 +6,15 @@ import shlex
 from decimal import Decimal
 from typing import Any
 
+from harness.core import method
 from harness.core.job import Budget, Job, Workload
+from harness.core.option import options_of
 from harness.core.record import Record
 from harness.devices import machine
 from harness.gate.probe import LEFT_OUT
 
-# options that have a spelling of their own, shorter than --option NAME=VALUE
-SHORT = {"window_size": "-w", "placement": "--placement", "disk": "--disk"}
+SIZES = ("num_layers", "hidden_size", "batch_size")  # printed first, and by a long call always
+LAST = "micro_batches"  # printed after all other fields of the workload
 
 
 def command(job: Job, is_short: bool = False) -> str:
@@ -20,40 +22,21 @@ def command(job: Job, is_short: bool = False) -> str:
 
     `is_short`: leave out the options whose value is the default.
     """
-    defaults, load, budget = Workload(), job.workload, job.budget
-    names = {"num_layers": "-l", "hidden_size": "-h", "batch_size": "-b"}
-    others = {
-        "num_heads": "--heads",
-        "seq_len": "--seq",
-        "vocab_size": "--vocab",
-        "dtype": "--dtype",
-        "dropout": "--dropout",
-        "clip_norm": "--clip",
-        "learning_rate": "--lr",
-        "seed": "--seed",
-        "corpus": "--data",
-        "weights": "--weights",
-        "micro_batches": "--micro-batches",
-    }
-    budgets = {
-        "device_bytes": "--device-memory",
-        "host_bytes": "--host-memory",
-        "disk_bytes": "--disk-memory",
-        "link_bytes_per_second": "--link",
-    }
+    load, budget = job.workload, job.budget
     words: list[Any] = ["-m", job.method, *(["--model", load.model] if load.model else [])]
-    for name, word in {**names, **others}.items():
-        is_said = name == "num_layers" or (name in names and not is_short)
-        if is_said or getattr(load, name) != getattr(defaults, name):
-            words += [word, getattr(load, name)]
-    spelled = SHORT if is_short else {}
+    options = options_of(Workload)
+    for name in (*SIZES, *(name for name in options if name not in (*SIZES, LAST)), LAST):
+        is_said = name == "num_layers" or (name in SIZES and not is_short)
+        if is_said or getattr(load, name) != getattr(Workload, name):
+            words += [options[name].flag, getattr(load, name)]
+    flags = method.flags()
     for name, value in job.options.items():
-        words += [spelled[name], value] if name in spelled else ["--option", f"{name}={value}"]
+        is_flag = is_short and name in flags and flags[name].is_short
+        words += [flags[name].flag, value] if is_flag else ["--option", f"{name}={value}"]
     words += [] if is_short and job.device == usual_device(budget) else ["--device", job.device]
-    for name, word in budgets.items():
-        if getattr(budget, name) is not None:
-            words += [word, size_text(getattr(budget, name))]
-    words += ["--timeout", budget.seconds] if budget.seconds is not None else []
+    for name, option in sorted(options_of(Budget).items(), key=lambda item: "bytes" not in item[0]):
+        if (limit := getattr(budget, name)) is not None:
+            words += [option.flag, size_text(limit) if "bytes" in name else limit]
     if not is_short or (job.steps, job.warmup) != (Job.steps, Job.warmup):
         words += ["--steps", job.steps, "--warmup", job.warmup]
     return shlex.join(["./run.sh", *map(str, words)])
