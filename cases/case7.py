@@ -223,15 +223,12 @@ def _trace(morph_seconds: float) -> Iterator[FigureRow]:
     trace = machine_trace.synthetic(HOURS, MACHINES, THERE_HOURS, SEED)
     for change in trace:
         yield replace(SIMULATED, metric="machines", value=float(change.num_machines), x=change.seconds / 3600)
-    for name, tells, pause_seconds in (("morphs", True, morph_seconds), ("restarts", False, RESTART_SECONDS)):
-        spans = machine_trace.through(
-            trace,
-            HOURS * machine_trace.HOUR,
-            _speed,
-            checkpoint_seconds=machine_trace.HOUR,
-            pause_seconds=pause_seconds,
-            tells=tells,
-        )
+    for name, is_told, pause_seconds in (
+        ("morphs", True, morph_seconds),
+        ("restarts", False, RESTART_SECONDS),
+    ):
+        job = machine_trace.ElasticJob(_speed, machine_trace.HOUR, pause_seconds, is_told)
+        spans = job.spans(trace, HOURS * machine_trace.HOUR)
         for span in spans:
             yield replace(
                 SIMULATED,

@@ -28,6 +28,8 @@ F, R, B = 1, 2, 3  # kinds of units: forward, recompute, backward; in a queue, 0
 # Computes the key of a waiting chain, by which workers choose, from three numbers: the chain's remaining time, its
 # place in the order of arrival, and a number drawn from [0, 1) when it arrived.
 Key = Callable[[float, int, float], float]
+# Maps durations to randomly drawn ones; the second argument is True for messages, False for units.
+Noise = Callable[["Array", bool], "Array"]
 
 
 class PoolUnit(NamedTuple):
@@ -104,7 +106,7 @@ def run_lines(
     lines: Sequence[Line],
     *,
     sends_at_once: int | None = None,
-    noise: Callable[[Array, bool], Array] | None = None,
+    noise: Noise | None = None,
     keeps_units: bool = False,
 ) -> list[LineRun]:
     """Run all lines at the same time, each by itself.
@@ -113,118 +115,140 @@ def run_lines(
     None: any number. `noise`: maps durations to randomly drawn ones; its second argument is True for messages, False
     for units. `keeps_units`: True: the results hold the start and the end of each unit.
     """
-    import numpy as np
+    workers = LineWorkers(lines, sends_at_once, noise, keeps_units=keeps_units)
+    while workers.advance():
+        pass
+    return workers.runs()
 
-    sizes = [len(line.seconds) for line in lines]
-    firsts = np.cumsum([0, *sizes[:-1]])
-    num_workers, most = sum(sizes), max(line.num_items for line in lines)
-    rows = np.arange(num_workers)
 
-    def spread(values: Sequence[Any]) -> Array:
-        return np.repeat(np.array(values), sizes)
+class LineWorkers:
+    """The workers of all lines, one line after the other, as the rows of arrays."""
 
-    is_first, is_last = np.zeros(num_workers, bool), np.zeros(num_workers, bool)
-    is_first[firsts] = is_last[firsts + np.array(sizes) - 1] = True
-    num_items = spread([line.num_items for line in lines])
-    waits, chooses = (
-        spread([getattr(line, name) for line in lines]) for name in ("recompute_waits", "is_opportunistic")
-    )
-    orders = np.zeros((num_workers, 1 + max(line.orders.shape[1] for line in lines)), np.uint8)
-    for first, line in zip(firsts, lines, strict=True):
-        orders[first : first + len(line.orders), : line.orders.shape[1]] = line.orders
-    seconds = np.zeros((num_workers, 1 + len(KINDS)))
-    seconds[:, 1:] = [[each[kind] for kind in KINDS] for line in lines for each in line.seconds]
-    # seconds of a message from each worker to the next
-    send = np.array([each for line in lines for each in (*line.send_seconds, 0.0)])
-    # For each worker and item, the time at which the message from the previous worker (below) or the next worker
-    # (above) arrives; inf: not known yet. The last column is for messages that never come.
-    below, above = np.full((num_workers, most + 1), np.inf), np.full((num_workers, most + 1), np.inf)
-    exists = np.arange(most + 1) < num_items[:, None]
-    below[exists & is_first[:, None]] = above[exists & is_last[:, None]] = 0.0
-    # a link has a place for each message that it carries at a time; by direction, link and place: when the place is
-    # free
-    links = np.zeros((2, num_workers, sends_at_once or 0))
-    done = {F: np.zeros(num_workers, int), R: np.zeros(num_workers, int), B: np.zeros(num_workers, int)}
-    place, ahead = np.zeros(num_workers, int), np.zeros(num_workers, int)
-    free, busy, least = np.zeros(num_workers), np.zeros(num_workers), np.zeros(num_workers)
-    starts = ends = None
-    if keeps_units:
-        starts, ends = np.full((2, len(KINDS), num_workers, most), np.nan)
-    is_any_choosing = bool(chooses.any())
+    def __init__(
+        self, lines: Sequence[Line], sends_at_once: int | None, noise: Noise | None, *, keeps_units: bool
+    ) -> None:
+        import numpy as np
 
-    def sent(kind: int, who: Array, items: Array, end: Array) -> None:
-        """Send a message about each of these items from its worker, at the time `end`. Write the times at which the
-        messages arrive into `below` or `above`."""
-        goes = ~(is_last if kind == F else is_first)[who]
-        who, items, end = who[goes], items[goes], end[goes]
-        if len(who) == 0:
-            return
-        to, arrivals = (who + 1, below) if kind == F else (who - 1, above)
-        takes = send[np.minimum(who, to)]
-        if noise:
-            takes = noise(takes, True)
-        if sends_at_once:
-            at = int(kind == F), who, items % sends_at_once
-            end = np.maximum(end, links[at])
-            links[at] = end + takes
-        arrivals[to, items] = end + takes
+        self.sends_at_once, self.noise = sends_at_once, noise
+        self.sizes = [len(line.seconds) for line in lines]
+        self.firsts = np.cumsum([0, *self.sizes[:-1]])
+        num_workers, most = sum(self.sizes), max(line.num_items for line in lines)
+        self.rows = np.arange(num_workers)
+        self.is_first, self.is_last = np.zeros(num_workers, bool), np.zeros(num_workers, bool)
+        self.is_first[self.firsts] = self.is_last[self.firsts + np.array(self.sizes) - 1] = True
+        self.num_items = np.repeat([line.num_items for line in lines], self.sizes)
+        self.waits = np.repeat([line.recompute_waits for line in lines], self.sizes)
+        self.chooses = np.repeat([line.is_opportunistic for line in lines], self.sizes)
+        self.is_any_choosing = bool(self.chooses.any())
+        self.orders = np.zeros((num_workers, 1 + max(line.orders.shape[1] for line in lines)), np.uint8)
+        self.seconds = np.zeros((num_workers, 1 + len(KINDS)))
+        self.send_seconds = np.zeros(num_workers)  # of a message from each worker to the next
+        for first, line in zip(self.firsts, lines, strict=True):
+            workers = slice(first, first + len(line.seconds))
+            self.orders[first : first + len(line.orders), : line.orders.shape[1]] = line.orders
+            self.seconds[workers, 1:] = [[of_worker[kind] for kind in KINDS] for of_worker in line.seconds]
+            self.send_seconds[workers] = [*line.send_seconds, 0.0]
+        # For each worker and item, the time at which the message from the previous worker (below) or the next worker
+        # (above) arrives; inf: not known yet. The last column is for messages that never come.
+        self.below, self.above = np.full((2, num_workers, most + 1), np.inf)
+        exists = np.arange(most + 1) < self.num_items[:, None]
+        self.below[exists & self.is_first[:, None]] = self.above[exists & self.is_last[:, None]] = 0.0
+        # By direction, link, and message that the link carries at a time: when the link has done with it.
+        self.links = np.zeros((2, num_workers, sends_at_once or 0))
+        self.done = {kind: np.zeros(num_workers, int) for kind in (F, R, B)}
+        self.place = np.zeros(num_workers, int)  # in the queue
+        self.ahead = np.zeros(num_workers, int)  # forward units that ran earlier than their turn
+        self.free, self.busy = np.zeros(num_workers), np.zeros(num_workers)
+        # for each worker, a time before which its next unit does not begin; its next message arrives later than that
+        self.least = np.zeros(num_workers)
+        self.starts = self.ends = None
+        if keeps_units:
+            self.starts, self.ends = np.full((2, len(KINDS), num_workers, most), np.nan)
 
-    while True:
-        kind = orders[rows, place]
-        while (again := (kind == F) & (ahead > 0)).any():
-            # skip forward units that ran earlier than their turn
-            place += again
-            ahead -= again
-            kind = orders[rows, place]
+    def advance(self) -> bool:
+        """Run one unit of every worker whose next unit is known; return False if all units are done."""
+        import numpy as np
+
+        kind = self._next_kinds()
         if not kind.any():
-            break
-        from_below, from_above = below[rows, done[F]], above[rows, done[B]]
+            return False
+        from_below, from_above = self.below[self.rows, self.done[F]], self.above[self.rows, self.done[B]]
         is_unsure = None
-        if is_any_choosing:
-            # `least`: for each worker, a time before which its next unit does not begin; its next message arrives later
-            # than that.
-            below_least, above_least = np.roll(least, 1), np.roll(least, -1)
-            may = (kind == R) & chooses & (from_above > free)
-            comes = may & (from_above == np.inf) & (above_least < free)
-            could = may & (done[F] < num_items) & (from_below == np.inf) & (below_least < free)
+        if self.is_any_choosing:
+            below_least, above_least = np.roll(self.least, 1), np.roll(self.least, -1)
+            may = (kind == R) & self.chooses & (from_above > self.free)
+            comes = may & (from_above == np.inf) & (above_least < self.free)
+            could = may & (self.done[F] < self.num_items) & (from_below == np.inf) & (below_least < self.free)
             is_unsure = comes | could
-            swaps = may & ~is_unsure & (from_below <= free)
+            swaps = may & ~is_unsure & (from_below <= self.free)
             kind = np.where(swaps, F, kind)
-            ahead += swaps
-            place -= swaps
-        arrives = np.where(kind == F, from_below, np.where((kind == B) | waits, from_above, 0.0))
-        start = np.maximum(free, arrives)
+            self.ahead += swaps
+            self.place -= swaps
+        arrives = np.where(kind == F, from_below, np.where((kind == B) | self.waits, from_above, 0.0))
+        start = np.maximum(self.free, arrives)
         goes = (kind != 0) & (start < np.inf)
         if is_unsure is not None:
             goes &= ~is_unsure
             is_blocked = (kind != 0) & ~goes & ~is_unsure
-            awaited = np.where(kind == F, below_least, above_least)
-            least = np.where(is_blocked, np.maximum(least, awaited), np.where(kind == 0, np.inf, least))
+            awaited = np.maximum(self.least, np.where(kind == F, below_least, above_least))
+            self.least = np.where(is_blocked, awaited, np.where(kind == 0, np.inf, self.least))
         who = np.flatnonzero(goes)
-        kinds = kind[who]
-        takes = seconds[who, kinds]
-        if noise:
-            takes = noise(takes, False)
-        end = start[who] + takes
-        busy[who] += takes
-        free[who] = least[who] = end
-        place[who] += 1
-        for number, each in enumerate((F, R, B)):
-            chosen = kinds == each
+        self._run(who, kind[who], start[who])
+        return True
+
+    def _next_kinds(self) -> Array:
+        """Return the kind of each worker's next unit in its queue, without forward units that ran earlier."""
+        kind = self.orders[self.rows, self.place]
+        while (again := (kind == F) & (self.ahead > 0)).any():
+            self.place += again
+            self.ahead -= again
+            kind = self.orders[self.rows, self.place]
+        return kind
+
+    def _run(self, who: Array, kinds: Array, start: Array) -> None:
+        """Run a unit of each of these workers, and send the messages."""
+        takes = self.seconds[who, kinds]
+        if self.noise:
+            takes = self.noise(takes, False)
+        end = start + takes
+        self.busy[who] += takes
+        self.free[who] = self.least[who] = end
+        self.place[who] += 1
+        for row, kind in enumerate((F, R, B)):
+            chosen = kinds == kind
             mine, ended = who[chosen], end[chosen]
-            items = done[each][mine]
-            if starts is not None and ends is not None:
-                starts[number, mine, items], ends[number, mine, items] = start[mine], ended
-            if each != R:
-                sent(each, mine, items, ended)
-            done[each][mine] += 1
-    parts = [slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
-    return [
-        LineRun(
-            free[part],
-            busy[part],
-            None if starts is None else starts[:, part],
-            None if ends is None else ends[:, part],
-        )
-        for part in parts
-    ]
+            items = self.done[kind][mine]
+            if self.starts is not None and self.ends is not None:
+                self.starts[row, mine, items], self.ends[row, mine, items] = start[chosen], ended
+            if kind != R:
+                self._send(kind, mine, items, ended)
+            self.done[kind][mine] += 1
+
+    def _send(self, kind: int, who: Array, items: Array, end: Array) -> None:
+        """Send a message about each of these items from its worker, at the time `end`. Write the times at which the
+        messages arrive into `below` or `above`."""
+        import numpy as np
+
+        goes = ~(self.is_last if kind == F else self.is_first)[who]
+        who, items, end = who[goes], items[goes], end[goes]
+        if len(who) == 0:
+            return
+        to, arrivals = (who + 1, self.below) if kind == F else (who - 1, self.above)
+        takes = self.send_seconds[np.minimum(who, to)]
+        if self.noise:
+            takes = self.noise(takes, True)
+        if self.sends_at_once:
+            at = int(kind == F), who, items % self.sends_at_once
+            end = np.maximum(end, self.links[at])
+            self.links[at] = end + takes
+        arrivals[to, items] = end + takes
+
+    def runs(self) -> list[LineRun]:
+        """Return the run of each line."""
+        runs = []
+        for first, size in zip(self.firsts, self.sizes, strict=True):
+            part = slice(first, first + size)
+            starts = None if self.starts is None else self.starts[:, part]
+            ends = None if self.ends is None else self.ends[:, part]
+            runs.append(LineRun(self.free[part], self.busy[part], starts, ends))
+        return runs

@@ -242,36 +242,45 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
         streams.memories.of(slab, made_by="room").is_host = host
         return slab
 
-    def named(
-        prefix_of: Callable[[Any], str], is_on_host: Callable[..., bool | None] = lambda *_: None
-    ) -> Any:
-        def constructed(owner: Any, make: Any, *args: Any, **options: Any) -> None:
-            with streams.memories.allocating(host=is_on_host(*args)):
-                make(owner, *args, **options)
-            for file in owner.state if isinstance(owner, disk.Shelf) else []:
-                streams.memories.of(file).is_host = True
-            streams.name(owner, prefix_of(owner))
-
-        return constructed
+    named = functools.partial(_named, streams)
 
     def numbered(name: str) -> Any:
         numbers = itertools.count(1)
-        return named(lambda owner: f"{name} {next(numbers)} ")
+        return lambda owner: f"{name} {next(numbers)} "
+
+    def is_on_host(device: Any, layer: Any, terms: Any, home: Any, *_: Any) -> bool:
+        return home.on_host
 
     stack.enter_context(mock.patch.dict(streams_of.STREAMS, cpu=streams))
     for cls, name, replacement in (
         (streams_of.Device, "room", room),
         (streams_of.Device, "__init__", named(lambda device: "")),
-        (
-            state.LayerState,
-            "__init__",
-            named(lambda layer: layer.prefix, lambda device, layer, terms, home, *_: home.on_host),
-        ),
-        (disk.Shelf, "__init__", numbered("shelf")),
-        (slot.Slot, "__init__", numbered("slot")),
-        (slot.GradientRoom, "__init__", numbered("gradients")),
-        (boundaries.BoundarySlot, "__init__", numbered("boundaries")),
+        (state.LayerState, "__init__", named(lambda layer: layer.prefix, is_on_host)),
+        (disk.Shelf, "__init__", named(numbered("shelf"), files_of=lambda shelf: shelf.state)),
+        (slot.Slot, "__init__", named(numbered("slot"))),
+        (slot.GradientRoom, "__init__", named(numbered("gradients"))),
+        (boundaries.BoundarySlot, "__init__", named(numbered("boundaries"))),
         (boundaries.Boundary, "__init__", named(lambda boundary: f"{boundary.of}boundary ")),
     ):
         function = functools.partialmethod(replacement, getattr(cls, name))
         stack.enter_context(mock.patch.object(cls, name, function))
+
+
+def _named(
+    streams: FakeStreams,
+    prefix_of: Callable[[Any], str],
+    is_on_host: Callable[..., bool | None] = lambda *_: None,
+    files_of: Callable[[Any], list[Tensor]] = lambda _: [],
+) -> Any:
+    """Return a replacement for a class's __init__(), which names the memory of the new object. `is_on_host`: returns
+    from the arguments of __init__() whether it allocates host memory; None: only if its ops read host memory alone.
+    `files_of`: returns the object's files, which count as host memory."""
+
+    def constructed(owner: Any, make: Any, *args: Any, **options: Any) -> None:
+        with streams.memories.allocating(host=is_on_host(*args)):
+            make(owner, *args, **options)
+        for file in files_of(owner):
+            streams.memories.of(file).is_host = True
+        streams.name(owner, prefix_of(owner))
+
+    return constructed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 HOUR = 3600.0
@@ -49,38 +50,35 @@ def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[Mac
     return trace
 
 
-def through(
-    trace: Sequence[MachineChange],
-    end: float,
-    speed: Callable[[int], float],
-    *,
-    checkpoint_seconds: float,
-    pause_seconds: float,
-    tells: bool,
-) -> list[MachineSpan]:
-    """Return the spans of time in which a job trains on the machines of a trace, up to the time `end`.
+@dataclass(frozen=True)
+class ElasticJob:
+    """A job on machines that come and go. `speed`: returns the samples per second on a number of machines.
+    `pause_seconds`: time from a change of machines until steps go on. `is_told`: True if the job is told of changes, so
+    that it saves its state before machines leave and uses new machines at once. If False, the job repeats all steps
+    after its last checkpoint when a machine leaves, and uses new machines only then."""
 
-    `speed`: returns the samples per second on a number of machines. `pause_seconds`: time from a change of machines
-    until steps go on. `tells`: True if the job is told of changes, so that it saves its state before machines leave and
-    uses new machines at once. If False, the job repeats all steps after its last checkpoint when a machine leaves, and
-    uses new machines only then.
-    """
-    if not tells:
-        trace = [
-            trace[0],
-            *(then for now, then in itertools.pairwise(trace) if then.num_machines < now.num_machines),
-        ]
-    spans, begin = [], 0.0
-    for number, change in enumerate(trace):
-        stop = trace[number + 1].seconds if number + 1 < len(trace) else end
-        start = min(stop, max(begin, change.seconds + (pause_seconds if number else 0.0)))
-        kept = stop - start
-        if not tells and number + 1 < len(trace):
-            kept -= kept % checkpoint_seconds
-        if stop > start:
-            spans.append(MachineSpan(start, stop, speed(change.num_machines) * kept / (stop - start)))
-        begin = stop
-    return spans
+    speed: Callable[[int], float]
+    checkpoint_seconds: float
+    pause_seconds: float
+    is_told: bool
+
+    def spans(self, trace: Sequence[MachineChange], end: float) -> list[MachineSpan]:
+        """Return the spans of time in which the job trains on the machines of a trace, up to the time `end`."""
+        if not self.is_told:
+            pairs = itertools.pairwise(trace)
+            trace = [trace[0], *(then for now, then in pairs if then.num_machines < now.num_machines)]
+        spans, begin = [], 0.0
+        for number, change in enumerate(trace):
+            stop = trace[number + 1].seconds if number + 1 < len(trace) else end
+            start = min(stop, max(begin, change.seconds + (self.pause_seconds if number else 0.0)))
+            kept = stop - start
+            if not self.is_told and number + 1 < len(trace):
+                kept -= kept % self.checkpoint_seconds
+            if stop > start:
+                speed = self.speed(change.num_machines) * kept / (stop - start)
+                spans.append(MachineSpan(start, stop, speed))
+            begin = stop
+        return spans
 
 
 def samples(spans: Sequence[MachineSpan]) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from cases import case7
 from harness.core import method
-from harness.simulation.machine_trace import MachineChange, samples, synthetic, through
+from harness.simulation.machine_trace import ElasticJob, MachineChange, samples, synthetic
 from methods.pipeline.config.profile import Profile, Section, SectionCost
 from papers.figures import profile
 from papers.figures.point import FigureRow
@@ -89,8 +89,8 @@ def test_a_trace_by_hand() -> None:
         lambda number: 10.0 * number,
     )
     morphed, restarted = (
-        through(trace, 300, speed, checkpoint_seconds=100, pause_seconds=pause, tells=tells)
-        for pause, tells in ((5, True), (20, False))
+        ElasticJob(speed, checkpoint_seconds=100, pause_seconds=pause, is_told=is_told).spans(trace, 300)
+        for pause, is_told in ((5, True), (20, False))
     )
     assert samples(morphed) == pytest.approx(150 * 20 + 45 * 10 + 95 * 20)
     assert samples(restarted) == pytest.approx(100 * 20 + 130 * 10)
