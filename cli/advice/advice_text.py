@@ -23,10 +23,10 @@ PLAN = "./run.sh plan"  # start of a call that plans and does not train
 HERE = "here"  # stands for this machine's name
 
 
-def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None, tokens: float) -> str:
+def sentence(place: TrainingPlace, room: Room, decision: Decision, model: str | None, tokens: float) -> str:
     """Return the decision as one sentence, such as: train MODEL on MACHINE by METHOD. `tokens`: number of tokens whose
     training time the sentence tells."""
-    load, row = made.workload, made.chosen
+    load, row = decision.workload, decision.chosen
     size = f"{params_text(load.num_params)} parameters"
     what = (
         f"{model} ({size})"
@@ -34,8 +34,8 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
         else f"{size} ({counted(load.num_layers, 'layer')} of {load.hidden_size})"
     )
     sizes = {"device": place.budget.device_bytes, "host": room.host_bytes}
-    told = " and ".join(f"{gib(size)} of {memory}" for memory, size in sizes.items() if size)
-    memories = f" with {told} memory" if told else ""
+    sizes_text = " and ".join(f"{gib(size)} of {memory}" for memory, size in sizes.items() if size)
+    memories = f" with {sizes_text} memory" if sizes_text else ""
     where = f"{place.name or place.about.replace('this machine: ', 'this ')}{memories}"
     if row:
         speed = row["tokens_per_second"]
@@ -49,43 +49,43 @@ def sentence(place: TrainingPlace, room: Room, made: Decision, model: str | None
         foretold = f"{_digits(speed)} tokens/s (foretold; tested forecasts were up to {off:.0%} off)"
         time = f"{_count(tokens)} tokens in {_duration(tokens / speed)}"
         return f"train {what} on {where} by {row['method']}, {', '.join(parts)}: {foretold}, {time}"
-    fitting = [row for row in made.rows if is_usable(row) and row["fits"]]
+    fitting = [row for row in decision.rows if is_usable(row) and row["fits"]]
     if fitting:
         methods = counted(len(fitting), "method")
         return f"measure this machine first, whose rates are not known: {methods} can train {what}{memories}"
-    nearest = next((row for row in made.rows if row.get("lacks_bytes")), None)
-    told = f": {name_text(nearest)} comes nearest, and {nearest['reason']}" if nearest else ""
-    return f"nothing trains {what} on {where} in {load.dtype}{told}"
+    nearest = next((row for row in decision.rows if row.get("lacks_bytes")), None)
+    hint = f": {name_text(nearest)} comes nearest, and {nearest['reason']}" if nearest else ""
+    return f"nothing trains {what} on {where} in {load.dtype}{hint}"
 
 
-def next_calls(place: TrainingPlace, made: Decision) -> dict[str, str]:
+def next_calls(place: TrainingPlace, decision: Decision) -> dict[str, str]:
     """Return the next calls, by the place where each is to be run: here, or on the machine that was asked about."""
-    row = made.chosen
+    row = decision.chosen
     if row is None:
-        return _calls_without(place, made)
-    call = command(_chosen_job(place, made), is_short=True)
+        return _calls_without(place, decision)
+    call = command(_chosen_job(place, decision), is_short=True)
     return {HERE: call} if place.name is None else {f"on {place.name}": call, HERE: _plan(place, call)}
 
 
-def _chosen_job(place: TrainingPlace, made: Decision) -> Job:
-    row = made.chosen
+def _chosen_job(place: TrainingPlace, decision: Decision) -> Job:
+    row = decision.chosen
     assert row
     options = row["asked"] | (
         {"disk": row["options"]["disk"]} if row["disk"] and "disk" in row["options"] else {}
     )
-    load = replace(made.workload, batch_size=row["batch_size"], micro_batches=row["micro_batches"])
+    load = replace(decision.workload, batch_size=row["batch_size"], micro_batches=row["micro_batches"])
     return Job(row["method"], load, options, place.budget, usual_device(place.budget))
 
 
-def cost(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> str:
+def cost(place: TrainingPlace, decision: Decision, folders: tuple[Path, ...]) -> str:
     """Return, as text, how long the proposed training takes; empty if no training is proposed, or if its speed is not
     known."""
-    if made.chosen is None:
+    if decision.chosen is None:
         return ""
-    job = _chosen_job(place, made)
+    job = _chosen_job(place, decision)
     if place.name is None:
         return minutes(job, folders)
-    seconds = job.steps * made.chosen["step_seconds"]
+    seconds = job.steps * decision.chosen["step_seconds"]
     return f"{counted(job.steps, 'step')} in about {text(seconds)}; its reference and its probe come on top"
 
 
@@ -93,15 +93,15 @@ def _plan(place: TrainingPlace, call: str) -> str:
     """Return the call that plans this training for another machine. `call`: the call that would run it there."""
     assert place.name
     listed = place.name in named_machines.names()
-    words = [PLAN, call.removeprefix("./run.sh "), named_machines.words(place.name) if listed else ""]
-    return " ".join(filter(None, words))
+    parts = [PLAN, call.removeprefix("./run.sh "), named_machines.options_text(place.name) if listed else ""]
+    return " ".join(filter(None, parts))
 
 
-def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
+def _calls_without(place: TrainingPlace, decision: Decision) -> dict[str, str]:
     """Return the next calls if no method was chosen: a call that measures this machine's rates, or calls for a model
     that fits. Empty if no model fits."""
-    load = made.workload
-    usable = [row for row in made.rows if is_usable(row)]
+    load = decision.workload
+    usable = [row for row in decision.rows if is_usable(row)]
     if any(row["fits"] for row in usable):
         sizes = f"-h {load.hidden_size} -b {load.batch_size} --heads {load.num_heads} --seq {load.seq_len}"
         return {HERE: f"./run.sh doctor --calibrate {sizes} --dtype {load.dtype}"}
@@ -118,10 +118,10 @@ def _calls_without(place: TrainingPlace, made: Decision) -> dict[str, str]:
     return {HERE: call} if place.name is None else {f"on {place.name}": call, HERE: _plan(place, call)}
 
 
-def reasons(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> list[str]:
+def reasons(place: TrainingPlace, decision: Decision, folders: tuple[Path, ...]) -> list[str]:
     """Return sentences on why the chosen row was chosen, what it needs, and how far its predicted speed may be off.
     Empty if no row was chosen."""
-    row = made.chosen
+    row = decision.chosen
     if row is None:
         return []
     usual = vars(method.create(row["method"], {}, folders))
@@ -129,11 +129,11 @@ def reasons(place: TrainingPlace, made: Decision, folders: tuple[Path, ...]) -> 
         f"{name} {value}" for name, value in row["options"].items() if usual.get(name) != value
     )
     sizes = ", ".join(f"{gib(sum(row[memory].values()))} of {memory}" for memory in MEMORIES if row[memory])
-    others = [other for other in made.rows if other is not row and "times" in other["reason"]]
-    told = [f"a step takes {row['step_seconds']:.3g} s, bound by {row['binds']}", f"it needs {sizes}"]
-    told += [f"chosen with it: {options}"] if options else []
-    told += [f"next: {name_text(others[0])}, {others[0]['reason']}"] if others else []
-    return [*told, f"foretold by rates ({place.about}): {row['error_of_forecast']['text']}"]
+    others = [other for other in decision.rows if other is not row and "times" in other["reason"]]
+    sentences = [f"a step takes {row['step_seconds']:.3g} s, bound by {row['binds']}", f"it needs {sizes}"]
+    sentences += [f"chosen with it: {options}"] if options else []
+    sentences += [f"next: {name_text(others[0])}, {others[0]['reason']}"] if others else []
+    return [*sentences, f"foretold by rates ({place.about}): {row['error_of_forecast']['text']}"]
 
 
 def remedy_text(remedy: Remedy) -> str:
@@ -151,33 +151,33 @@ def show(decided: dict[str, Any]) -> None:
         print(f"next, {where}: {call}")
         if decided["cost"] and not call.startswith(PLAN):
             print(f"  {decided['cost']}")
-    changes = [each["text"] for each in decided["changes"]]
-    for title, told in (("why", decided["why"]), ("what would change it", changes)):
-        if told:
+    changes = [line["text"] for line in decided["changes"]]
+    for title, lines in (("why", decided["why"]), ("what would change it", changes)):
+        if lines:
             print(f"{title}:")
-            print("\n".join(f"  {each}" for each in told))
+            print("\n".join(f"  {line}" for line in lines))
     print(decided["memories"])
     if decided["caution"]:
         print(decided["caution"])
 
 
-def show_rows(made: Decision, tokens: float | None) -> None:
+def show_rows(decision: Decision, tokens: float | None) -> None:
     """Print a table with a row for every method at its best settings, the chosen one first. Every other row tells why
     it was not chosen. `tokens`: number of tokens to train; None leaves out the column of hours."""
-    numbers = [each for each in NUMBERS if tokens or each != "hours"]
+    numbers = [column for column in NUMBERS if tokens or column != "hours"]
     columns = ["method", "batch", *numbers, "binds", "beside it", "measured here"]
-    told = [row for row in made.rows if "error" not in row]
-    title = f"Every method at its best, {made.workload.dtype}"
+    planned = [row for row in decision.rows if "error" not in row]
+    title = f"Every method at its best, {decision.workload.dtype}"
     print_table(
         columns,
-        [[cells[column] for column in columns] for cells in map(_cells, told)],
+        [[cells[column] for column in columns] for cells in map(_cells, planned)],
         title,
         numbers=NUMBERS,
     )
     print(
         "s a step: foretold by rates, not measured. deepest: the largest -l that fits. Energy is not known."
     )
-    for row in made.rows:
+    for row in decision.rows:
         if "error" in row:
             print(f"left out: {row['method']}: {row['error']}")
         elif row["missing"]:

@@ -69,7 +69,7 @@ def advise(
     facts: tuple[str, ...],
     methods_folder: tuple[Path, ...],
     as_json: bool,
-    **words: Any,
+    **arguments: Any,
 ) -> None:
     """Decide how to train a model on a GPU: method, batch, micro-batches, sequence length, disk. Print the call that
     does it.
@@ -78,50 +78,50 @@ def advise(
     is taken to be 64 GiB. All numbers are computed, except those that were measured on this machine.
     """
     folders = tuple(path.resolve() for path in methods_folder)
-    folder, disk_bytes = _disk(words["disk"], words["disk_bytes"])
-    asked = Budget(words["device_bytes"], words["host_bytes"], disk_bytes)
+    folder, disk_bytes = _disk(arguments["disk"], arguments["disk_bytes"])
+    budget = Budget(arguments["device_bytes"], arguments["host_bytes"], disk_bytes)
     given_facts = dict(map(parse_option, facts))
     if given_facts and not name:
         raise ValueError(
             "--fact: expected --gpu NAME, the GPU that has these facts, got none; try --gpu NAME"
         )
-    place = named_place(name, asked, given_facts) if name else this_place(asked)
-    given = {
-        each.name
-        for each in context.command.params
-        if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
+    place = named_place(name, budget, given_facts) if name else this_place(budget)
+    stated = {
+        parameter.name
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
     }
-    dtype = words["dtype"] if "dtype" in given else place.dtype
-    found = workloads({**words, "dtype": dtype})
-    if len(found) > 1 or len(words["window_size"] or []) > 1:
+    dtype = arguments["dtype"] if "dtype" in stated else place.dtype
+    sizes = workloads({**arguments, "dtype": dtype})
+    if len(sizes) > 1 or len(arguments["window_size"] or []) > 1:
         raise ValueError("expected one model and size, got several; try ./run.sh plan, which takes lists")
-    window = words["window_size"]
-    own = {"window_size": window[0]} if window else {}
-    own |= {"disk": folder} if folder else {}
+    window = arguments["window_size"]
+    method_options = {"window_size": window[0]} if window else {}
+    method_options |= {"disk": folder} if folder else {}
     records = tuple(records_of(results)) if results.is_dir() else ()
     names = list(method.loadable(folders)) if asked_methods == "all" else asked_methods.split(",")
-    advice = Advice(place, found[0], tokens, records, folders, SEARCHED - given, own)
-    made = advice.decision(names)
-    if all("error" in row for row in made.rows):
-        raise ValueError("; ".join(f"{row['method']}: {row['error']}" for row in made.rows))
-    room = place.room_for(made.workload)
-    remedies = [] if made.is_unknown else list(advice.remedies(made))
+    advice = Advice(place, sizes[0], tokens, records, folders, SEARCHED - stated, method_options)
+    decision = advice.decision(names)
+    if all("error" in row for row in decision.rows):
+        raise ValueError("; ".join(f"{row['method']}: {row['error']}" for row in decision.rows))
+    room = place.room_for(decision.workload)
+    remedies = [] if decision.is_unknown else list(advice.remedies(decision))
     decided = {
-        "decision": sentence(place, room, made, context.meta.get(options.MODEL), tokens or 1e9),
-        "next": next_calls(place, made),
-        "cost": cost(place, made, folders),
-        "why": reasons(place, made, folders),
+        "decision": sentence(place, room, decision, context.meta.get(options.MODEL), tokens or 1e9),
+        "next": next_calls(place, decision),
+        "cost": cost(place, decision, folders),
+        "why": reasons(place, decision, folders),
         "changes": [remedy._asdict() | {"text": remedy_text(remedy)} for remedy in remedies],
-        "memories": memories_text(place.name, asked, room, place.device),
-        "caution": "" if place.name else machine.caution(place.device, made.workload),
+        "memories": memories_text(place.name, budget, room, place.device),
+        "caution": "" if place.name else machine.caution(place.device, decision.workload),
     }
     if as_json:
-        print(json.dumps(decided | {"chosen": made.chosen}))
-        for row in made.rows:
+        print(json.dumps(decided | {"chosen": decision.chosen}))
+        for row in decision.rows:
             print(json.dumps(row))
         return
     show(decided)
-    show_rows(made, tokens)
+    show_rows(decision, tokens)
     if place.name is None:
         print(
             f"this was about this machine; --gpu NAME asks about {', '.join(map(_named, named_machines.names()))}"
@@ -157,8 +157,8 @@ def _named(name: str) -> str:
     return name if source == f"{name} in {named_machines.FILE.name}" else source
 
 
-for each in advise.params:
-    if each.name in CHOSEN:
-        each.show_default = CHOSEN[each.name]  # type: ignore[attr-defined]
-    if each.name == "disk":
-        each.help, each.metavar = DISK, "DIR|SIZE"  # type: ignore[attr-defined]
+for parameter in advise.params:
+    if parameter.name in CHOSEN:
+        parameter.show_default = CHOSEN[parameter.name]  # type: ignore[attr-defined]
+    if parameter.name == "disk":
+        parameter.help, parameter.metavar = DISK, "DIR|SIZE"  # type: ignore[attr-defined]

@@ -39,8 +39,8 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
         # A plan for a machine with a GPU (page_locks) leaves dropout out: on a GPU, attention with dropout has a kernel
         # of its own, which needs no more memory.
         kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
-        there = dataclasses.replace(job, workload=kept)
-        room = room_of(there, counts_imports=False) if page_locks else room_of(there)
+        planned_job = dataclasses.replace(job, workload=kept)
+        room = room_of(planned_job, counts_imports=False) if page_locks else room_of(planned_job)
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
         resolved, plan, shortfall = resolve(job, folders, room)
     except ValueError as error:
@@ -83,12 +83,12 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
     largest number that was published. The list is empty if the room has no limit of device or host memory."""
     if not room.device_bytes or not room.host_bytes:
         return []
-    found = []
+    rows = []
     for law in published_laws.LAWS:
         limits = law.limits(room.device_bytes, room.host_bytes - published_laws.HOST_TAKEN_BYTES)
         deepest = published_laws.PUBLISHED.at_depth(law.published_layers)
         seconds = room.rates and published_laws.step_seconds(law.method, deepest, room.rates)
-        found.append(
+        rows.append(
             {
                 "method": law.method,
                 "published_layers": law.published_layers,
@@ -101,13 +101,13 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
                 "here": law.here,
             }
         )
-    return found
+    return rows
 
 
-def show(found: list[dict[str, Any]], exact: bool) -> None:
+def show(rows: list[dict[str, Any]], exact: bool) -> None:
     """Print the bytes that each method needs in each memory, whether it fits, its largest depth, and a line for each
     row that does not fit or has no plan."""
-    planned = [row for row in found if "error" not in row]
+    planned = [row for row in rows if "error" not in row]
     sizes = [name for name in SIZES if len({row[name] for row in planned}) > 1]
     numbers = [*(SIZES[name] for name in sizes), *STATE_KINDS, "in all"] + ["exact"] * exact
     needs = [line for row in planned for line in _needs(row, ["method", *sizes], exact)]
@@ -140,12 +140,12 @@ def show(found: list[dict[str, Any]], exact: bool) -> None:
         )
     for caution in dict.fromkeys(row["caution"] for row in planned if row["caution"]):
         print(caution)
-    for row in found:
+    for row in rows:
         if "error" in row:
             print(f"left out: {_title(row, sizes)}: {row['error']}")
         elif row["shortfall"]:
             print(f"does not fit: {row['shortfall']}")
-    for text in dict.fromkeys(row["exact"].get("unavailable") for row in found if "exact" in row):
+    for text in dict.fromkeys(row["exact"].get("unavailable") for row in rows if "exact" in row):
         if text:
             print(text)
 
@@ -179,10 +179,10 @@ def _end(row: dict[str, Any], sizes: list[str]) -> list[str]:
     ]
 
 
-def show_published(found: list[dict[str, Any]]) -> None:
+def show_published(laws: list[dict[str, Any]]) -> None:
     numbers = ("published", "its seconds a step", "device", "device, as reserved", "host")
     rows = []
-    for row in found:
+    for row in laws:
         seconds = f"{row['step_seconds']:.3g}" if row["step_seconds"] else "-"
         depths = (
             row["published_layers"],
@@ -195,7 +195,7 @@ def show_published(found: list[dict[str, Any]]) -> None:
     title = "What bound the published runs, by laws recovered from their logs (largest depths)"
     print_table(("method", *numbers, "verdict"), rows, title, numbers=numbers)
     print("Of the engines that were published; the rows above are of those that run here.")
-    for row in found:
+    for row in laws:
         if row["here"]:
             print(f"{row['method']} here: {row['here']}.")
 

@@ -41,14 +41,14 @@ def rates(name: str | None, results: Path, **sizes: Any) -> None:
     if machine.rates(place.device, workload) is None:
         with contextlib.redirect_stdout(sys.stderr):  # only the entry goes to standard output
             measure(workload, place.device, results)
-    found = machine.rates(place.device, workload)
-    assert found
+    measured = machine.rates(place.device, workload)
+    assert measured
     gpu = machine.gpu()
     entry = {
         "about": f"Measured there by ./run.sh rates: {place.about.removeprefix('this machine: ')}",
         "device_memory": f"{(gpu['gpu_bytes'] - cuda_budget.context_bytes()) // MIB}MiB",
         "host_memory": f"{machine.host_bytes() // MIB}MiB",
-        "facts": {"precision": workload.dtype, **facts_of(found)},
+        "facts": {"precision": workload.dtype, **facts_of(measured)},
     }
     # JSON is valid YAML, and quotes all text that needs quotes in YAML
     print(f"{name or plain(gpu['gpu'])}: {json.dumps(entry)}")

@@ -33,16 +33,16 @@ def enforce(job: Job) -> dict[str, str]:
     memory with a budget, text that names the mechanism that enforces it."""
     import torch  # noqa: F401
 
-    found: dict[str, str] = {}
+    limits: dict[str, str] = {}
     if job.device == "cuda":
-        found |= _cap_device(job.budget.device_bytes, job.world_size)
+        limits |= _cap_device(job.budget.device_bytes, job.world_size)
     elif job.device == "sim":
-        found |= sim.start(job.budget)
+        limits |= sim.start(job.budget)
     elif job.budget.device_bytes is not None:
-        found["device"] = "planned, not enforced on a CPU"
+        limits["device"] = "planned, not enforced on a CPU"
     if job.budget.host_bytes is not None:
-        found["host"] = _limit_data(job)
-    return found
+        limits["host"] = _limit_data(job)
+    return limits
 
 
 def lift(job: Job) -> dict[str, int]:
@@ -53,20 +53,20 @@ def lift(job: Job) -> dict[str, int]:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     if job.device == "sim" and sim.started:
         sim.started.lift()  # ends the budgets, keeps the peaks
-    sizes, found = process_bytes(), {}
+    sizes, in_use = process_bytes(), {}
     if "VmData" in sizes and "RssAnon" in sizes and job.device != "sim":  # gVisor's kernel tells only VmData
-        found["host_bytes"] = sizes["RssAnon"]
+        in_use["host_bytes"] = sizes["RssAnon"]
         if limit != most and job.budget.host_bytes:
             # Count as RLIMIT_DATA does, which also counts mapped memory that was never touched.
-            found["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
-            found["host_limit_bytes"] = job.budget.host_bytes
+            in_use["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
+            in_use["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
     if job.device == "cuda" and torch is not None:
         # CUDA's context may have ended by an error; a torch without CUDA asserts
         with contextlib.suppress(RuntimeError, AssertionError):
-            found["device_free_bytes"], found["device_total_bytes"] = torch.cuda.mem_get_info()
+            in_use["device_free_bytes"], in_use["device_total_bytes"] = torch.cuda.mem_get_info()
             torch.cuda.set_per_process_memory_fraction(1.0)
-    return found
+    return in_use
 
 
 def check_taken(job: Job, before: dict[str, int]) -> None:
@@ -142,17 +142,17 @@ def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
     square = torch.ones(16, 16, device="cuda")
     square @ square
     planned, context = cuda_budget.context_bytes(num_ranks), context_since(before)
-    found = {
+    limits = {
         "device_allocator": machine.allocator_settings() or "default settings",
         "device_context": f"{planned} bytes planned, {'not' if context is None else context} measured",
     }
     if budget_bytes is not None:
         cap = cap_allocator(budget_bytes, planned)
         fills = cuda_budget.tensor_bytes(budget_bytes, planned)
-        found["device"] = (
+        limits["device"] = (
             f"cap of the caching allocator at {cap} bytes: the budget less the context; plans fill {fills}"
         )
-    return found
+    return limits
 
 
 def cap_allocator(budget_bytes: int, context_bytes: int, index: int | None = None) -> int:
@@ -225,5 +225,5 @@ def limit_of_the_call() -> str:
     """Name the limits that the caller's shell sets on the memory of its processes, such as `ulimit -v`; empty if the
     shell sets no limit. If a run is out of memory under such a limit, the result holds for this call alone."""
     limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
-    found = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
-    return ", ".join(found)
+    limited = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
+    return ", ".join(limited)

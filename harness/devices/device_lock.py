@@ -60,11 +60,11 @@ class Turn:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors of the locks, which the run's worker inherits."""
-        return tuple(each.descriptor for each in self.held)
+        return tuple(device.descriptor for device in self.held)
 
     def is_shared(self) -> bool:
         """True if, since this run entered its devices, another run has been on one of them."""
-        return any(each.is_shared() for each in self.held)
+        return any(device.is_shared() for device in self.held)
 
 
 def folder() -> Path:
@@ -101,27 +101,27 @@ def _held(
     """Hold the lock of the device whose `.lock` is `path`, within this context; see turn()."""
     handle = _open(path)
     shares = not is_timed and job.device != "cuda" and _can_write(_list(path))
-    told = f"{job.method}, {counted(job.workload.num_layers, 'layer')}"
-    found = HeldDevice(path, handle)
+    job_text = f"{job.method}, {counted(job.workload.num_layers, 'layer')}"
+    device = HeldDevice(path, handle)
     try:
         with _queued(path, job, report):
             if not _takes(handle, fcntl.LOCK_EX):
-                found.began_shared = shares and _takes(handle, fcntl.LOCK_SH)
-                if not found.began_shared:
+                device.began_shared = shares and _takes(handle, fcntl.LOCK_SH)
+                if not device.began_shared:
                     _tell(path, job, report)
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with _changed(path) as listed:
-                found.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if found.began_shared else []  # alone: those listed have died
-                listed["holders"] = [*before, _sign(found.number, told, foreseen_seconds)]
+                device.number = listed["entered"] = listed["entered"] + 1
+                before = listed["holders"] if device.began_shared else []  # alone: those listed have died
+                listed["holders"] = [*before, _sign(device.number, job_text, foreseen_seconds)]
             if shares:
                 # Downgrade the exclusive lock to a shared one. This run holds the queue, so no other run can take the
                 # lock in between.
                 fcntl.flock(handle, fcntl.LOCK_SH)
-        yield found
+        yield device
     finally:
         with _changed(path) as listed:
-            listed["holders"] = [holder for holder in listed["holders"] if holder["number"] != found.number]
+            listed["holders"] = [holder for holder in listed["holders"] if holder["number"] != device.number]
         fcntl.flock(handle, fcntl.LOCK_UN)  # also unlocks the file in processes that inherited the lock
         os.close(handle)
 
@@ -138,12 +138,12 @@ def _left(sign: dict[str, Any]) -> float:
 
 def holder(path: Path) -> str:
     """Describe, for people, the processes that hold the lock `path`, with their jobs and the time that is left."""
-    told = []
+    lines = []
     for sign in _holders(path):
         since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
         left = f", about {_left(sign):.0f} s more" if _left(sign) >= 1 else ""
-        told.append(f"process {sign['pid']} has it for {sign['job']} since {since}{left}")
-    return "; ".join(told) or f"another process has it (fuser {path} names it)"
+        lines.append(f"process {sign['pid']} has it for {sign['job']} since {since}{left}")
+    return "; ".join(lines) or f"another process has it (fuser {path} names it)"
 
 
 def _holders(path: Path) -> list[dict[str, Any]]:
@@ -185,11 +185,11 @@ def _takes(handle: int, kind: int) -> bool:
     return True
 
 
-def _sign(number: int, told: str, foreseen_seconds: float) -> dict[str, Any]:
+def _sign(number: int, job_text: str, foreseen_seconds: float) -> dict[str, Any]:
     return {
         "number": number,
         "pid": os.getpid(),
-        "job": told,
+        "job": job_text,
         "since": time.time(),
         "foreseen_seconds": foreseen_seconds,
     }
@@ -220,9 +220,9 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the contents of the device's list of holders. Anyone may have written the list's file; if the file does
     not have the form of such a list, return an empty list."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = read_json(_list(path))
-        if all(map(_is_sign, found["holders"])) and len(found["holders"]) <= MOST_HOLDERS:
-            return {"holders": list(found["holders"]), "entered": int(found["entered"])}
+        listed = read_json(_list(path))
+        if all(map(_is_sign, listed["holders"])) and len(listed["holders"]) <= MOST_HOLDERS:
+            return {"holders": list(listed["holders"]), "entered": int(listed["entered"])}
     return {"holders": [], "entered": 0}
 
 

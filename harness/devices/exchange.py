@@ -77,9 +77,9 @@ class Ranks:
         if self.is_joined:
             dist.all_reduce(tensor)
 
-    def norm(self, own: Tensor) -> Tensor:
+    def norm(self, norm: Tensor) -> Tensor:
         """Return the norm of the tensors of all ranks together. `own`: the norm of this rank's tensors."""
-        return norm_over_ranks(own) if self.is_joined else own
+        return norm_over_ranks(norm) if self.is_joined else norm
 
     def gathered(self, part: Tensor) -> Tensor:
         """Return a new slab with the parts of all ranks. Only the thread that computes may call this."""
@@ -101,9 +101,9 @@ class Ranks:
             leave_others()
 
 
-def norm_over_ranks(own: Tensor) -> Tensor:
+def norm_over_ranks(norm: Tensor) -> Tensor:
     """Return the norm of the tensors of all ranks together. `own`: the norm of this rank's tensors."""
-    square = own.square()
+    square = norm.square()
     dist.all_reduce(square)
     return square.sqrt_()
 

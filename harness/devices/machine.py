@@ -117,29 +117,29 @@ def affinity() -> dict[str, str]:
 def kernel_environment() -> dict[str, str]:
     """Return the caller's values of KERNEL_VARIABLES, as {"environment": "OMP_NUM_THREADS=2"}; empty if none of these
     variables is set."""
-    told = " ".join(f"{name}={os.environ[name]}" for name in KERNEL_VARIABLES if os.environ.get(name))
-    return {"environment": told} if told else {}
+    settings = " ".join(f"{name}={os.environ[name]}" for name in KERNEL_VARIABLES if os.environ.get(name))
+    return {"environment": settings} if settings else {}
 
 
 @functools.cache
 def software() -> dict[str, Any]:
     """Return the versions of Python and of PACKAGES (None: not installed), and this checkout's commit. A + after the
     commit says that files differ from it; None says that git does not tell the commit."""
-    found = {name: _version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **found, "commit": _commit()}
+    versions = {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), **versions, "commit": _commit()}
 
 
 def checked() -> dict[str, str]:
     """Return the facts that must be equal for two measurements to be comparable. A job's key contains these facts."""
     names = ("cpu", "cores", "gpu")
-    found = {
+    compared = {
         **{name: str(facts().get(name)) for name in names},
         **{name: str(software()[name]) for name in PACKAGES},
     }
-    found["python"] = software()["python"].rpartition(".")[0]
-    found |= affinity() | kernel_environment()
+    compared["python"] = software()["python"].rpartition(".")[0]
+    compared |= affinity() | kernel_environment()
     # Settings of the GPU's allocator change fragmentation, and so the largest model that fits.
-    return {**found, "allocator": allocator_settings()} if gpu() and allocator_settings() else found
+    return {**compared, "allocator": allocator_settings()} if gpu() and allocator_settings() else compared
 
 
 def host_bytes() -> int:
@@ -213,14 +213,14 @@ def surroundings(device: str, number: int = 1) -> dict[str, Any]:
     the other processes on the first `number` visible GPUs, each with its device bytes and its GPU."""
     import pynvml
 
-    found: dict[str, Any] = {"load_average": round(psutil.getloadavg()[0], 2)}
+    beside: dict[str, Any] = {"load_average": round(psutil.getloadavg()[0], 2)}
     for name in visible_gpus()[:number] if device == "cuda" else ():
         with contextlib.suppress(pynvml.NVMLError):
             others = pynvml.nvmlDeviceGetComputeRunningProcesses(_gpu_handle(name))
-            found.setdefault("foreign_processes", []).extend(
+            beside.setdefault("foreign_processes", []).extend(
                 {"pid": other.pid, "device_bytes": other.usedGpuMemory, "gpu": name} for other in others
             )
-    return found
+    return beside
 
 
 def has_bf16() -> bool:
@@ -305,8 +305,8 @@ def _cuda_of_torch() -> int | None:
     """Return the major version of CUDA for which the installed torch is built; None if it is not known. torch's own
     index tells it in the version (+cu130). PyPI's builds do not, but they require NVIDIA's packages for this version,
     such as nvidia-nccl-cu13."""
-    if told := re.search(r"\+cu(\d+)\d\b", str(software()["torch"])):
-        return int(told[1])
+    if local_version := re.search(r"\+cu(\d+)\d\b", str(software()["torch"])):
+        return int(local_version[1])
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for needed in importlib.metadata.requires("torch") or ():
             if named := re.match(r"nvidia-[a-z-]+-cu(\d+)\b", needed):
@@ -341,9 +341,11 @@ def was_busy(entry: dict[str, Any]) -> bool:
 
 def _calibration(device: str, workload: Workload) -> dict[str, Any] | None:
     kind = "cuda" if device == "cuda" else "cpu"
-    found = [entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)]
+    entries = [
+        entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)
+    ]
     return min(
-        found, key=lambda entry: abs(math.log(entry["forward_flops"] / workload.layer_flops)), default=None
+        entries, key=lambda entry: abs(math.log(entry["forward_flops"] / workload.layer_flops)), default=None
     )
 
 

@@ -107,8 +107,8 @@ class Tracker:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0.5  # a FakeTensor has no value, so every value that is read is 0.5
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        asked = kwargs.get("device")
-        to_device = asked is not None and asked.type == NAME
+        wanted = kwargs.get("device")
+        to_device = wanted is not None and wanted.type == NAME
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
@@ -233,18 +233,18 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a replacement of torch.tensor(). Unlike torch's function, the replacement can make tensors on sim, and
     tensors from a list of FakeTensors."""
 
-    def made(data: Any, **kwargs: Any) -> Tensor:
+    def new_tensor(data: Any, **kwargs: Any) -> Tensor:
         inner = data[0] if isinstance(data, list) and len(data) == 1 else data
         if isinstance(inner, list) and inner and isinstance(inner[0], FakeTensor):
             return torch.stack(inner)
         device, requires_grad = kwargs.pop("device", None), kwargs.pop("requires_grad", False)
-        made_here = tensor(data, **kwargs)
+        result_tensor = tensor(data, **kwargs)
         if device is not None and torch.device(device).type != "cpu":
             # "sim" and "sim:0" name the same device
-            made_here = made_here.to(NAME)
-        return made_here.requires_grad_(requires_grad)
+            result_tensor = result_tensor.to(NAME)
+        return result_tensor.requires_grad_(requires_grad)
 
-    return made
+    return new_tensor
 
 
 def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -263,10 +263,10 @@ def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return to(tensor, CPU, *args[1:], **options)
         # The device needs a number. Without a number torch would ask for the current device of this type, which only a
         # compiled backend can tell.
-        there = CPU if goal == "cpu" else torch.device(NAME, 0)
+        place = CPU if goal == "cpu" else torch.device(NAME, 0)
         tracker.thread.to_host = goal == "cpu"
         try:
-            return to(tensor, there, *args[1:], **{**options, "copy": True})
+            return to(tensor, place, *args[1:], **{**options, "copy": True})
         finally:
             tracker.thread.to_host = False
 

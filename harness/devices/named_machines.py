@@ -114,7 +114,7 @@ class Machine:
         out the reserve for memory that plans do not count. The rates are those for the dtype in the fact `precision`
         or, without this fact, for fp32. Raises ValueError if a size is wrong."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
-        given: dict[str, Any] = {
+        limits: dict[str, Any] = {
             name: size_bytes(str(size)) for name, size in sizes.items() if size is not None
         }
         if self.device_bytes is not None:
@@ -124,9 +124,9 @@ class Machine:
                     f"device_memory: expected at least {-(-least // 2**20)}MiB for a GPU, got {self.device_memory};"
                     " for a simulated device leave it out, and try --device-memory"
                 )
-            given["device_bytes"] = cuda_budget.tensor_bytes(self.device_bytes, context_bytes=0)
+            limits["device_bytes"] = cuda_budget.tensor_bytes(self.device_bytes, context_bytes=0)
         precision = str((self.facts or {}).get("precision", "fp32"))[:4]
-        return Room(**given, rates=self.rates(precision))
+        return Room(**limits, rates=self.rates(precision))
 
     def budget_on(self, device: str, dtype: str | None = None) -> Budget:
         """Return the budget with which a plan on `device` has the room of this machine. `dtype`: the dtype for which
@@ -140,8 +140,10 @@ class Machine:
         budget = Budget(room.device_bytes, room.host_bytes, room.disk_bytes, rates=rates)
         if device != "cuda" or self.device_bytes is None:
             return budget
-        whole, there = self.device_bytes + cuda_budget.context_bytes(), machine.gpu().get("gpu_bytes", 0)
-        return replace(budget, device_bytes=there if self.device_bytes <= there < whole else whole)
+        whole = self.device_bytes + cuda_budget.context_bytes()
+        present_bytes = machine.gpu().get("gpu_bytes", 0)
+        fits = self.device_bytes <= present_bytes < whole
+        return replace(budget, device_bytes=present_bytes if fits else whole)
 
     def __post_init__(self) -> None:
         self.room  # noqa: B018  raises ValueError if a size is wrong
@@ -154,8 +156,8 @@ class MachineRegistry(Registry):
         files = [file.absolute() for file in places]
         for file in files:
             if not file.exists():
-                told = f"expected a file of machines, got {file}; try --machines FILE"
-                raise ValueError(f"{told}, with entries such as {EXAMPLE}")
+                message = f"expected a file of machines, got {file}; try --machines FILE"
+                raise ValueError(f"{message}, with entries such as {EXAMPLE}")
         for name in names(*self.places, *files):
             load(name, *self.places, *files)
         super().add(files)
@@ -167,13 +169,13 @@ REGISTRY = MachineRegistry("machine", FILE)
 def names(*files: Path) -> list[str]:
     """Return the sorted names of the machines in these files; without files, in all known files. Raises ValueError for
     a name that is not allowed."""
-    found = sorted(places(files or REGISTRY.places, EXAMPLE))
-    for name in found:
+    sorted_names = sorted(places(files or REGISTRY.places, EXAMPLE))
+    for name in sorted_names:
         if not NAME.fullmatch(name):  # names become parts of figures' file names
             raise ValueError(
                 f"expected a name of letters, digits, ._- and spaces, got {name!r:.80}; try my-machine"
             )
-    return found
+    return sorted_names
 
 
 def load(name: str, *files: Path) -> Machine:
@@ -192,10 +194,12 @@ def spelled(name: str) -> str:
     """Return the name of the entry that a person means by a name such as RTX 4090, 4090, NVIDIA H100 or a100-80gb. If
     no entry or several entries match, the name is returned unchanged."""
     word = plain(name).removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
-    same = [each for each in names() if plain(each) == word]
-    ends = [each for each in names() if plain(each).endswith(word)] if len(word) >= LEAST_END else []
-    found = [name] if name in names() else same or ends
-    return found[0] if len(found) == 1 else name
+    if name in names():
+        return name
+    matches = [listed for listed in names() if plain(listed) == word]
+    if not matches and len(word) >= LEAST_END:
+        matches = [listed for listed in names() if plain(listed).endswith(word)]
+    return matches[0] if len(matches) == 1 else name
 
 
 def of_gpu(gpu: str | None, gpu_bytes: int | None = None) -> str | None:
@@ -204,8 +208,9 @@ def of_gpu(gpu: str | None, gpu_bytes: int | None = None) -> str | None:
     whose name has the fewest other words."""
 
     def distance(name: str) -> tuple[float, int]:
-        own = load(name).device_bytes
-        return abs(math.log(own / gpu_bytes)) if own and gpu_bytes else math.inf, len(_gpu_words(name))
+        device_bytes = load(name).device_bytes
+        apart = abs(math.log(device_bytes / gpu_bytes)) if device_bytes and gpu_bytes else math.inf
+        return apart, len(_gpu_words(name))
 
     return min((name for name in names() if has_gpu(name, gpu)), key=distance, default=None)
 
@@ -219,8 +224,8 @@ def has_gpu(name: str, gpu: str | None) -> bool:
 
 def _gpu_words(name: str) -> list[str]:
     """Return the words of the name of a GPU or a machine, without those of makers and series."""
-    found = re.findall(r"[a-z0-9]+", re.sub(r"\brtx\s+", "rtx", name.lower()))
-    return [word for word in found if word not in ("nvidia", "geforce", "tesla", "gpu")]
+    parts = re.findall(r"[a-z0-9]+", re.sub(r"\brtx\s+", "rtx", name.lower()))
+    return [word for word in parts if word not in ("nvidia", "geforce", "tesla", "gpu")]
 
 
 def source(name: str) -> str:
@@ -229,7 +234,7 @@ def source(name: str) -> str:
     return f"{name} in {file.name if file == FILE else file}"
 
 
-def words(name: str) -> str:
+def options_text(name: str) -> str:
     """Return the options with which a call names this machine: --machine and, if the machine's entry is in a file that
     the caller has added, --machines with this file."""
     file = places(REGISTRY.places, EXAMPLE).get(name)

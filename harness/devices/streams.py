@@ -196,11 +196,11 @@ class Device:
     def unlock_room(self, slab: Tensor) -> None:
         """Wait for all work queued on the device, then unlock a slab that room() made on the host. Afterwards the slab
         may be dropped."""
-        found = [memory for memory in self._page_locked if memory.data_ptr() == slab.data_ptr()]
+        locked = [memory for memory in self._page_locked if memory.data_ptr() == slab.data_ptr()]
         self._page_locked[:] = [
             memory for memory in self._page_locked if memory.data_ptr() != slab.data_ptr()
         ]
-        unlock(found, self.name)
+        unlock(locked, self.name)
 
     def synchronize(self, *pending: Future) -> None:
         """Wait for these futures, then for everything queued on the three streams."""

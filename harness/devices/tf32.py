@@ -10,23 +10,23 @@ from typing import Any
 VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
 
-def asked() -> list[str]:
+def tf32_settings() -> list[str]:
     """Return the settings that make this process compute matrix products on a GPU in TF32; empty if there are none."""
     import torch
 
-    found = [f"{name}=1" for name in VARIABLES if os.environ.get(name) == "1"]
+    settings = [f"{name}=1" for name in VARIABLES if os.environ.get(name) == "1"]
     products: Any = torch.backends.cuda.matmul
     # torch before 2.9, which a rented machine may have, knows only the switch allow_tf32.
     name, tf32 = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
     if getattr(products, name) == tf32:
-        found.append(f"torch.backends.cuda.matmul.{name}")
-    return found
+        settings.append(f"torch.backends.cuda.matmul.{name}")
+    return settings
 
 
 def check(device: str, dtype: str) -> None:
     """Raise ValueError if the run is in fp32 on a GPU, but this process computes in TF32."""
-    if (device, dtype) == ("cuda", "fp32") and (found := asked()):
+    if (device, dtype) == ("cuda", "fp32") and (settings := tf32_settings()):
         raise ValueError(
-            f"expected matrix products in fp32 for --dtype fp32, got TF32 by {' and '.join(found)}; try without this"
+            f"expected matrix products in fp32 for --dtype fp32, got TF32 by {' and '.join(settings)}; try without this"
             " setting, or --dtype bf16"
         )

@@ -68,8 +68,8 @@ class Probes:
         try:
             self._planned(self.least + 1 if self._next(self.least) else 1)
         except ValueError as error:
-            told = "a search tries other depths: leave --placement out, or give its last run no length, as in R2W"
-            raise ValueError(f"{error}; {told}") from error
+            remedy = "a search tries other depths: leave --placement out, or give its last run no length, as in R2W"
+            raise ValueError(f"{error}; {remedy}") from error
 
     def __call__(self, size: int) -> SizeOutcome:
         """Run the job at this size and return the outcome. If the run fails although its plan fitted, run it again with
@@ -102,12 +102,12 @@ class Probes:
         stop = "" if record.is_result else f"at {at}: {record.status}: {record.reason}"
         return SizeOutcome(record.status == "ok", memory_of(record), stop, record)
 
-    def most(self, given: int | None) -> int:
+    def most(self, limit: int | None) -> int:
         """Return the size for this number of layers, samples or tokens; for None, the largest size to search."""
-        if given is None and self.axis.of != LAYERS:
+        if limit is None and self.axis.of != LAYERS:
             return MOST_LAYERS
-        asked: dict[str, Any] = {OPTIONS[self.axis.of]: given or MOST_LAYERS}
-        return max(1, self.axis.number(dataclasses.replace(self.job.workload, **asked)))
+        size: dict[str, Any] = {OPTIONS[self.axis.of]: limit or MOST_LAYERS}
+        return max(1, self.axis.number(dataclasses.replace(self.job.workload, **size)))
 
     def guess(self) -> int:
         """Return the largest size that fits, counting its plan and the bytes that its run should take beyond the
@@ -128,8 +128,8 @@ class Probes:
         """Return a better guess(): it counts the bytes that the two small runs took beyond their plans."""
         self.lacking.clear()
         for record in (record for record in self.records if record.status == "ok"):
-            found, options = record.predicted, record.job.options
-            planned = Plan(found["device"], found["host"], options=options).pooled(self.room)
+            planned_bytes, options = record.predicted, record.job.options
+            planned = Plan(planned_bytes["device"], planned_bytes["host"], options=options).pooled(self.room)
             for memory, num_bytes in measured(record).items():
                 beyond = {"run": num_bytes - getattr(planned, f"{memory}_bytes")}
                 self.excess.setdefault(memory, []).append((self.axis.number(record.job.workload), beyond))
@@ -244,10 +244,10 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
     if not above or isinstance(above[0].evidence, str):
         return above[0].evidence if above else ""
     memory, evidence = above[0].memory, above[0].evidence
-    asked, used, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
-    if used and limit:
-        return f"{memory}: {gib(used)} of {gib(limit)} in use" + (
-            f", {gib(asked)} more asked for" if asked else ""
+    wanted, in_use, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
+    if in_use and limit:
+        return f"{memory}: {gib(in_use)} of {gib(limit)} in use" + (
+            f", {gib(wanted)} more asked for" if wanted else ""
         )
     limits = dataclasses.replace(probes.room, device_bytes=device_limit_bytes(probes.job))
     peak, have = measured(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
@@ -262,12 +262,12 @@ def texts(result: dict[str, Any]) -> dict[str, str]:
         else ""
     )
     is_deep = result["of"] == LAYERS
-    found = params_text(result["num_params"]) if is_deep else str(result["tokens"])
+    total = params_text(result["num_params"]) if is_deep else str(result["tokens"])
     return {
         "method": result["method"],
         **({} if is_deep else {"layers": str(result["num_layers"])}),
         f"largest, {UNITS[result['of']]}": str(result["largest"] or ("" if result["stopped"] else "none")),
-        "parameters" if is_deep else "tokens a step": found if result["largest"] else "",
+        "parameters" if is_deep else "tokens a step": total if result["largest"] else "",
         "fails at": f"{result['fails_at'] or ''}{mixed}",
         "what binds": f"no answer: {result['stopped']}" if result["stopped"] else result["binding"],
         "gate": result["gate"],

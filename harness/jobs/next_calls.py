@@ -32,14 +32,14 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
     if len(jobs) == 1 or len({job.workload for job in jobs}) > 1:
         return
     # this job has the most options; the other jobs have some of them
-    told = max(jobs, key=lambda job: len(job.options))
-    all_of_them = dataclasses.replace(told, method=",".join(job.method for job in jobs))
+    longest = max(jobs, key=lambda job: len(job.options))
+    all_of_them = dataclasses.replace(longest, method=",".join(job.method for job in jobs))
     with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
     depth = min(largest(method.create(job.method, job.options, folders), job, room_of(job)) for job in jobs)
     with contextlib.suppress(ValueError):  # no layer fits, or fewer layers fit than the given window has
-        load = told.workload.at_depth(depth)
+        load = longest.workload.at_depth(depth)
         if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
             smaller = dataclasses.replace(all_of_them, workload=load)
             yield (
@@ -53,22 +53,22 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
     text."""
     with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         scaled, factor = to_fit(job, folders)
-        if factor > 1 and (told := minutes(scaled, folders)):
+        if factor > 1 and (duration := minutes(scaled, folders)):
             load = scaled.workload
             layers = counted(load.num_layers, "layer")
             sizes = f"{layers} x {load.hidden_size}, {load.seq_len} tokens, {load.vocab_size} words"
             memories = f"{gib(scaled.budget.device_bytes or 0)} of device, {gib(scaled.budget.host_bytes or 0)} of host"
             yield (
                 f"{command(job, is_short=True)} --scale fit",
-                f"scaled by {factor}: {sizes}, {memories}; {told}",
+                f"scaled by {factor}: {sizes}, {memories}; {duration}",
             )
     yield from _on_disk(job, folders)
     trained = method.create(job.method, job.options, folders)
     depth = largest(trained, job, room_of(job))
     if depth:
         smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
-        if told := minutes(smaller, folders):
-            yield command(smaller, is_short=True), f"the largest depth that fits as it is; {told}"
+        if duration := minutes(smaller, folders):
+            yield command(smaller, is_short=True), f"the largest depth that fits as it is; {duration}"
     # True if the call gave no budget, so that this machine's memory is the limit
     is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None
     for name in (
@@ -79,9 +79,9 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
         room = named_machines.load(name).room
         if room.device_bytes and room.host_bytes and _fits(job, room, folders):
             bare = dataclasses.replace(job, budget=Budget(), device=machine.devices()[0])
-            words = command(bare, is_short=True).removeprefix("./run.sh ")
+            arguments = command(bare, is_short=True).removeprefix("./run.sh ")
             yield (
-                f"./run.sh plan {words} {named_machines.words(name)}",
+                f"./run.sh plan {arguments} {named_machines.options_text(name)}",
                 "the plan on a machine that holds it, in a second",
             )
             break
@@ -94,15 +94,15 @@ def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
         return
     folder = tempfile.gettempdir()
     disk_bytes = job.budget.disk_bytes or shutil.disk_usage(folder).free
-    asked = dataclasses.replace(job, options={**job.options, "disk": folder})
-    room = dataclasses.replace(room_of(asked), disk_bytes=disk_bytes)
+    on_disk = dataclasses.replace(job, options={**job.options, "disk": folder})
+    room = dataclasses.replace(room_of(on_disk), disk_bytes=disk_bytes)
     depth = min(
-        largest(method.create(job.method, asked.options, folders), asked, room), job.workload.num_layers
+        largest(method.create(job.method, on_disk.options, folders), on_disk, room), job.workload.num_layers
     )
-    deeper = dataclasses.replace(asked, workload=job.workload.at_depth(depth)) if depth else asked
+    deeper = dataclasses.replace(on_disk, workload=job.workload.at_depth(depth)) if depth else on_disk
     without = largest(method.create(job.method, job.options, folders), job, room_of(job))
-    if depth > without and (told := minutes(deeper, folders)):
-        yield command(deeper, is_short=True), f"with layers on the disk; {told}"
+    if depth > without and (duration := minutes(deeper, folders)):
+        yield command(deeper, is_short=True), f"with layers on the disk; {duration}"
 
 
 def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:

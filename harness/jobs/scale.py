@@ -45,10 +45,10 @@ def to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
     machine; if there is none, the largest. A budget that the job lacks is taken from the published runs' machine.
     """
     published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
-    given = {
+    limits = {
         name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")
     }
-    whole = dataclasses.replace(published, rates=None, **given, seconds=job.budget.seconds)
+    whole = dataclasses.replace(published, rates=None, **limits, seconds=job.budget.seconds)
     assert whole.device_bytes and whole.host_bytes
     for factor in FACTORS:
         workload, budget = shrunk(job.workload, whole, factor)

@@ -36,7 +36,7 @@ class SizeAxis:
     """
 
     of: str
-    asked: Workload
+    workload: Workload
     parts: int = 1
     step: int = 1
 
@@ -59,7 +59,7 @@ class SizeAxis:
         If the axis counts tokens of a step, small sizes have `parts` samples, whose length grows up to --seq; larger
         sizes have more samples. Raises ValueError if the model accepts no such size.
         """
-        load = self.asked
+        load = self.workload
         if self.of == LAYERS:
             return load.at_depth(number * self.step)
         if self.of == SEQ:
@@ -76,7 +76,7 @@ class SizeAxis:
         smaller size."""
         if self.of == LAYERS:
             return load.num_layers // self.step
-        if self.of == SEQ or (self.of == TOKENS and load.seq_len < self.asked.seq_len):
+        if self.of == SEQ or (self.of == TOKENS and load.seq_len < self.workload.seq_len):
             return load.seq_len // self.step
         samples = load.batch_size // self.parts
         return samples if self.of == BATCH else self._whole - 1 + samples
@@ -85,7 +85,7 @@ class SizeAxis:
     def _whole(self) -> int:
         """Return the least size at which samples have their full length, --seq. At this size, a step has `parts`
         samples."""
-        return -(-self.asked.seq_len // self.step)
+        return -(-self.workload.seq_len // self.step)
 
     def amount(self, number: int) -> int:
         """Return a size as a number in the axis's unit (UNITS), such as layers or tokens a sample."""

@@ -35,7 +35,7 @@ class Error(NamedTuple):
     text: str
 
 
-def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()) -> Error:
+def error_of(name: str, accuracies: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()) -> Error:
     """Return the error that a method's forecast for a machine may have.
 
     The error is taken from the first of these that exist: the method's runs on that machine, other methods' runs there,
@@ -43,26 +43,30 @@ def error_of(name: str, there: Mapping[str, Accuracy], folders: tuple[Path, ...]
     machine.
     """
 
-    def told(worst: float) -> str:
+    def error_text(worst: float) -> str:
         return f"took up to {abs(worst):.0%} {'more' if worst > 0 else 'less'} time than foretold"
 
-    if own := there.get(name):
-        return Error(own.worst, f"its {counted(own.num_runs, 'run')} there {told(own.worst)}")
-    if there:
-        worst = max((each.worst for each in there.values()), key=abs)
+    if measured := accuracies.get(name):
         return Error(
-            worst, f"no run of {name} has tested that; runs of {' and '.join(there)} there {told(worst)}"
+            measured.worst, f"its {counted(measured.num_runs, 'run')} there {error_text(measured.worst)}"
+        )
+    if accuracies:
+        worst = max((other.worst for other in accuracies.values()), key=abs)
+        return Error(
+            worst,
+            f"no run of {name} has tested that; runs of {' and '.join(accuracies)} there {error_text(worst)}",
         )
     if test := method.load(name, folders).forecast_test:
         return Error(
-            test.worst, f"{counted(test.num_runs, 'run')} elsewhere {told(test.worst)} ({test.source})"
+            test.worst, f"{counted(test.num_runs, 'run')} elsewhere {error_text(test.worst)} ({test.source})"
         )
     tested = {
         other: cls.forecast_test for other, cls in method.loadable(folders).items() if cls.forecast_test
     }
-    worst = max((each.worst for each in tested.values()), key=abs)
+    worst = max((other.worst for other in tested.values()), key=abs)
     return Error(
-        worst, f"no run of {name} has tested that; runs of {' and '.join(tested)} elsewhere {told(worst)}"
+        worst,
+        f"no run of {name} has tested that; runs of {' and '.join(tested)} elsewhere {error_text(worst)}",
     )
 
 
@@ -119,13 +123,15 @@ def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[
     """Return the accuracy of each method's predictions, over its runs that trained on one device. A method without such
     runs is left out."""
     ratios: dict[str, list[float]] = {}
-    for record in (each for each in records if each.job.world_size == 1):
+    for record in records:
+        if record.job.world_size > 1:
+            continue
         foretold, measured = of_record(record, folders), record.median_step_seconds
         if foretold and measured:
             ratios.setdefault(record.job.method, []).append(measured / foretold.seconds - 1)
     return {
-        name: Accuracy(len(found), statistics.median(found), max(found, key=abs))
-        for name, found in ratios.items()
+        name: Accuracy(len(errors), statistics.median(errors), max(errors, key=abs))
+        for name, errors in ratios.items()
     }
 
 
@@ -134,18 +140,18 @@ def has_disk(record: Record) -> bool:
 
 
 def measured_for(
-    records: Iterable[Record], name: str, workload: Workload, there: str | None, on_disk: bool
+    records: Iterable[Record], name: str, workload: Workload, machine_name: str | None, on_disk: bool
 ) -> list[float]:
     """Return the step seconds of the runs that trained this workload by the method `name`. `there`: a machine of
     machines.yaml, whose GPU the runs must have; None: runs on this machine. `on_disk`: True for runs with states on a
     disk, False for runs without."""
 
     def is_there(record: Record) -> bool:
-        return is_here(record) if there is None else ran_on(record, there)
+        return is_here(record) if machine_name is None else ran_on(record, machine_name)
 
-    asked = (name, workload, on_disk)
-    same = [each for each in records if (each.job.method, each.job.workload, has_disk(each)) == asked]
-    found: list[Any] = [
+    key = (name, workload, on_disk)
+    same = [record for record in records if (record.job.method, record.job.workload, has_disk(record)) == key]
+    seconds: list[Any] = [
         record.median_step_seconds for record in same if record.samples_per_second and is_there(record)
     ]
-    return found
+    return seconds

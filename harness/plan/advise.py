@@ -90,13 +90,13 @@ class Advice:
         method is chosen, or while each halving makes training more than WORTH times as fast."""
         load, halves = self.workload, "seq_len" in self.searched
         load = self._affordable(load) if halves else load
-        made = self._decide(names, load)
+        decision = self._decide(names, load)
         while halves and load.seq_len // 2 >= SHORT_SEQ:
             shorter = replace(load, seq_len=load.seq_len // 2)
-            if made.chosen and not self._is_worth(made.chosen, shorter):
+            if decision.chosen and not self._is_worth(decision.chosen, shorter):
                 break
-            load, made = shorter, self._decide(names, shorter)
-        return made
+            load, decision = shorter, self._decide(names, shorter)
+        return decision
 
     def _affordable(self, load: Workload) -> Workload:
         """Return the workload with its sequence length halved until a token takes at most LONGER times the operations
@@ -115,17 +115,17 @@ class Advice:
         return (then.tokens_per_second or 0.0) > WORTH * chosen["tokens_per_second"]
 
     def _decide(self, names: list[str], workload: Workload) -> Decision:
-        there = self.place.name
-        is_there = is_here if there is None else lambda record: ran_on(record, there)
+        place_name = self.place.name
+        is_there = is_here if place_name is None else lambda record: ran_on(record, place_name)
         off = accuracy(filter(is_there, self.records), self.folders)
         rows = []
         for name in names:
-            here = off.get(name)
-            told = {
-                "accuracy": here and here._asdict(),
+            measured = off.get(name)
+            forecast = {
+                "accuracy": measured and measured._asdict(),
                 "error_of_forecast": error_of(name, off, self.folders)._asdict(),
             }
-            rows += [row | told for row in self._rows(name, workload)]
+            rows += [row | forecast for row in self._rows(name, workload)]
         rows.sort(key=_rank)
         able = [row for row in rows if _rank(row)[0] == 0]
         near = [row for row in able if row["tokens_per_second"] >= NEAR * able[0]["tokens_per_second"]]
@@ -138,20 +138,20 @@ class Advice:
         """Yield the row of a method and, if the method can keep states on a disk, the row of its plan with states on
         the disk."""
         known = method.option_names(method.load(name, self.folders))
-        asked = {option: value for option, value in self.options.items() if option in known}
-        yield (row := self._row(name, workload, asked))
+        options = {option: value for option, value in self.options.items() if option in known}
+        yield (row := self._row(name, workload, options))
         if "error" not in row and not row["disk"] and "disk" in known:
-            on_disk = self._row(name, workload, asked | {"disk": DISK})
+            on_disk = self._row(name, workload, options | {"disk": DISK})
             if on_disk.get("disk"):
                 yield on_disk | {"with": "--disk DIR"}
 
     def _row(self, name: str, workload: Workload, options: dict[str, Any]) -> dict[str, Any]:
         try:
-            found = self._fastest(name, self.place, workload, options)
+            fastest = self._fastest(name, self.place, workload, options)
         except (ValueError, method.Unavailable) as error:
             return {"method": name, "error": str(error)}
-        load, plan, cls = found.workload, found.plan.pooled(found.room), method.load(name, self.folders)
-        trained, unrated = method.create(name, options, self.folders), replace(found.room, rates=None)
+        load, plan, cls = fastest.workload, fastest.plan.pooled(fastest.room), method.load(name, self.folders)
+        trained, unrated = method.create(name, options, self.folders), replace(fastest.room, rates=None)
         job = Job(name, load, device=self.place.device)
         sizes = ("num_params", "num_layers", "batch_size", "micro_batches", "seq_len", "dtype")
         return {
@@ -159,14 +159,14 @@ class Advice:
             "is_exact": cls.is_exact,
             "missing": self._missing(name),
             **{size: getattr(load, size) for size in sizes},
-            "fits": not found.lacks,
-            "lacks_bytes": found.lacks,
-            "shortfall": found.plan.shortfall(found.room),
+            "fits": not fastest.lacks,
+            "lacks_bytes": fastest.lacks,
+            "shortfall": fastest.plan.shortfall(fastest.room),
             **{memory: getattr(plan, memory) for memory in MEMORIES},
-            "options": found.plan.options,
+            "options": fastest.plan.options,
             "asked": options,
             "largest_layers": largest(trained, job, unrated),
-            **self._speeds(found),
+            **self._speeds(fastest),
             "measured_step_seconds": measured_for(self.records, name, load, self.place.name, bool(plan.disk)),
         }
 
@@ -197,84 +197,86 @@ class Advice:
         foretold = predicted(trained, workload, plan, room.rates, num_ranks) if room.rates else None
         return Try(workload, options, plan, room, foretold)
 
-    def _speeds(self, found: Try) -> dict[str, Any]:
+    def _speeds(self, fastest: Try) -> dict[str, Any]:
         names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
-        if found.step is None:
+        if fastest.step is None:
             return dict.fromkeys(names)
-        seconds, speed = found.step.seconds, found.tokens_per_second
-        peak = self.place.peak_flops(found.workload.dtype)
+        seconds, speed = fastest.step.seconds, fastest.tokens_per_second
+        peak = self.place.peak_flops(fastest.workload.dtype)
         hours = self.tokens and speed and self.tokens / speed / 3600
-        mfu = peak and found.workload.model_flops_per_step / seconds / peak
-        return dict(zip(names, (seconds, found.step.binds, speed, hours, mfu), strict=True))
+        mfu = peak and fastest.workload.model_flops_per_step / seconds / peak
+        return dict(zip(names, (seconds, fastest.step.binds, speed, hours, mfu), strict=True))
 
-    def remedies(self, made: Decision) -> Iterator[Remedy]:
+    def remedies(self, decision: Decision) -> Iterator[Remedy]:
         """Yield a Remedy for each change that is tried, whether it helps or not."""
-        able = [row for row in made.rows if is_usable(row)]
-        place, load = self.place, made.workload
-        host = place.room_for(load).host_bytes or 0
-        most = MORE_HOST_GIB[-1]
-        helps = partial(self._remedy, made.chosen, able)
-        found = helps(f"+{most} GiB of host memory", place.with_host(host + most * GIB), load)
-        if found.method:  # host memory helps: find the smallest addition that does
-            more = (
-                helps(f"+{size} GiB of host memory", place.with_host(host + size * GIB), load)
-                for size in MORE_HOST_GIB
-            )
-            found = next((each for each in more if each.method), found)
-        yield found if found.method else Remedy("more host memory")
-        if made.chosen and made.chosen["disk"]:
-            yield self._without_disk(made)
+        place, load = self.place, decision.workload
+        helps = partial(self._remedy, decision)
+        yield self._more_host(decision)
+        if decision.chosen and decision.chosen["disk"]:
+            yield self._without_disk(decision)
         if place.device == "cuda":
             yield helps("a second GPU", place, load, {"world_size": 2})
-        if place.name and not made.chosen:
-            yield self._first_gpu(able, load)
+        if place.name and not decision.chosen:
+            yield self._first_gpu(decision)
         if load.seq_len > 1:
             yield helps(f"--seq {load.seq_len // 2}", place, replace(load, seq_len=load.seq_len // 2))
 
-    def _first_gpu(self, rows: list[dict[str, Any]], load: Workload) -> Remedy:
+    def _more_host(self, decision: Decision) -> Remedy:
+        """Return the remedy of the smallest addition of host memory that helps."""
+        load = decision.workload
+        host = self.place.room_for(load).host_bytes or 0
+
+        def remedy(size: int) -> Remedy:
+            place = self.place.with_host(host + size * GIB)
+            return self._remedy(decision, f"+{size} GiB of host memory", place, load)
+
+        if not remedy(MORE_HOST_GIB[-1]).method:
+            return Remedy("more host memory")
+        return next(filter(lambda remedy: remedy.method, map(remedy, MORE_HOST_GIB)))
+
+    def _first_gpu(self, decision: Decision) -> Remedy:
         """Return the remedy of another GPU in the same host. The GPUs in machines.yaml with more memory than this one
         are tried, the smallest first; the first on which a method fits is taken."""
-        asked = Budget(
-            host_bytes=self.place.room_for(load).host_bytes, disk_bytes=self.place.budget.disk_bytes
-        )
+        load = decision.workload
+        room = self.place.room_for(load)
+        budget = Budget(host_bytes=room.host_bytes, disk_bytes=self.place.budget.disk_bytes)
         sizes = {name: named_machines.load(name).room.device_bytes or 0 for name in named_machines.names()}
-        here = self.place.room_for(load).device_bytes or 0
-        larger = sorted((name for name, size in sizes.items() if size > here), key=lambda name: sizes[name])
-        tried = (self._remedy(None, rows, f"--gpu {name}", named_place(name, asked), load) for name in larger)
-        return next((each for each in tried if each.method), Remedy("another GPU"))
+        larger = [name for name in sizes if sizes[name] > (room.device_bytes or 0)]
+        larger.sort(key=lambda name: sizes[name])
+        tried = (self._remedy(decision, f"--gpu {name}", named_place(name, budget), load) for name in larger)
+        return next((remedy for remedy in tried if remedy.method), Remedy("another GPU"))
 
-    def _without_disk(self, made: Decision) -> Remedy:
-        rows = [row for row in made.rows if is_usable(row) and row["fits"] and not row["disk"]]
-        if not rows or not made.chosen:
+    def _without_disk(self, decision: Decision) -> Remedy:
+        rows = [row for row in decision.rows if is_usable(row) and row["fits"] and not row["disk"]]
+        if not rows or not decision.chosen:
             return Remedy("no disk")
         speed = rows[0]["tokens_per_second"]
-        times = speed / made.chosen["tokens_per_second"]
+        times = speed / decision.chosen["tokens_per_second"]
         return Remedy("no disk", rows[0]["method"], speed, times, settings_text(rows[0]))
 
     def _remedy(
         self,
-        chosen: dict[str, Any] | None,
-        rows: list[dict[str, Any]],
+        decision: Decision,
         change: str,
         place: TrainingPlace,
         workload: Workload,
         options: dict[str, Any] | None = None,
     ) -> Remedy:
-        """Return the remedy of a change. If the change helps, the remedy has the fastest method of these rows after the
-        change. For each row, the search for a batch begins at the row's own batch."""
-        found: list[tuple[dict[str, Any], Try]] = []
-        for row in rows:
+        """Return the remedy of a change. If the change helps, the remedy has the fastest method of the usable rows
+        after the change. For each row, the search for a batch begins at the row's own batch."""
+        now = decision.chosen and decision.chosen["tokens_per_second"]
+        faster: list[tuple[dict[str, Any], Try]] = []
+        for row in filter(is_usable, decision.rows):
             least = row["batch_size"] * workload.seq_len // row["seq_len"] if row["fits"] else 1
-            asked = row["asked"] | (options or {})
+            row_options = row["asked"] | (options or {})
             with contextlib.suppress(ValueError, method.Unavailable):
-                least = max(least, asked.get("world_size", 1))
-                then = self._fastest(row["method"], place, workload, asked, least)
-                found += [] if then.lacks or not then.step else [(row, then)]
-        now = chosen and chosen["tokens_per_second"]
-        found = [(row, then) for row, then in found if (then.tokens_per_second or 0.0) > WORTH * (now or 0.0)]
-        if not found:
+                least = max(least, row_options.get("world_size", 1))
+                then = self._fastest(row["method"], place, workload, row_options, least)
+                if not then.lacks and then.step and (then.tokens_per_second or 0.0) > WORTH * (now or 0.0):
+                    faster.append((row, then))
+        if not faster:
             return Remedy(change)
-        row, then = max(found, key=lambda pair: pair[1].tokens_per_second or 0.0)
+        row, then = max(faster, key=lambda pair: pair[1].tokens_per_second or 0.0)
         speed = then.tokens_per_second or 0.0
         ranks = " --ranks 2" if then.options.get("world_size") else ""
         sizes = {name: getattr(then.workload, name) for name in ("batch_size", "seq_len", "micro_batches")}
@@ -323,10 +325,10 @@ def fits_text(row: dict[str, Any]) -> str:
 
 def off_text(row: dict[str, Any]) -> str:
     """Return, as text, the errors of predictions for this row's method; empty if no run measured them."""
-    found = row["accuracy"]
+    accuracy = row["accuracy"]
     return (
-        f"{found['median']:+.0%}, worst {found['worst']:+.0%} ({counted(found['num_runs'], 'run')})"
-        if found
+        f"{accuracy['median']:+.0%}, worst {accuracy['worst']:+.0%} ({counted(accuracy['num_runs'], 'run')})"
+        if accuracy
         else ""
     )
 

@@ -61,8 +61,8 @@ def best(
     now = _in_parts(attempt, replace(workload, batch_size=least), searched)
     if now.step is None:
         tries = [_in_parts(attempt, replace(workload, batch_size=size), searched) for size in WITHOUT_RATES]
-        return next((each for each in tries if not each.lacks), tries[-1])
-    found = [now]
+        return next((attempted for attempted in tries if not attempted.lacks), tries[-1])
+    fitting = [now]
     while (
         not now.lacks
         and now.of_bound < NEAR
@@ -73,19 +73,19 @@ def best(
         # this batch does not fit, so try three quarters of it, which is 1.5 times the last batch that fit
         if now.lacks and size > 2:
             now = _in_parts(attempt, replace(workload, batch_size=3 * size // 4), searched)
-            found += [] if now.lacks else [now]
+            fitting += [] if now.lacks else [now]
             break
-        if now.lacks or _speed(now) < _speed(found[-1]):
+        if now.lacks or _speed(now) < _speed(fitting[-1]):
             break
-        found.append(now)
-    if found[-1].of_bound >= NEAR:  # this batch is the first at which arithmetic limits the speed
-        return found[-1]
-    most = max(map(_speed, found))
-    return next(each for each in found if _speed(each) >= NEAR * most)
+        fitting.append(now)
+    if fitting[-1].of_bound >= NEAR:  # this batch is the first at which arithmetic limits the speed
+        return fitting[-1]
+    most = max(map(_speed, fitting))
+    return next(attempted for attempted in fitting if _speed(attempted) >= NEAR * most)
 
 
-def _speed(found: Try) -> float:
-    return found.tokens_per_second or 0.0
+def _speed(tried: Try) -> float:
+    return tried.tokens_per_second or 0.0
 
 
 def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str]) -> Try:
@@ -108,5 +108,5 @@ def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: 
     return now
 
 
-def _lacks(found: Try) -> int:
-    return sum(found.lacks.values())
+def _lacks(tried: Try) -> int:
+    return sum(tried.lacks.values())

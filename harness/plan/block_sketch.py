@@ -76,8 +76,8 @@ def computes_alike(workload: Workload, parts: list[str]) -> bool:
     # some gradients are zero but for rounding, so the error of each is compared with the largest gradient
     sizes[1:] = [max(sizes[1:])] * len(sizes[1:])
     return all(
-        float((found - expected).detach().norm()) <= GRADIENT_TOLERANCE * size
-        for size, (expected, found) in zip(sizes, pairs, strict=True)
+        float((in_blocks - expected).detach().norm()) <= GRADIENT_TOLERANCE * size
+        for size, (expected, in_blocks) in zip(sizes, pairs, strict=True)
     )
 
 
@@ -98,20 +98,20 @@ def lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple
         return peak(layer, (samples, length, workload.hidden_size), dtype, below)
 
     few, one, many = (-(-count * block_tokens // length) for count in (FEW, 1, MANY * LARGER))
-    here = taken(few, block_tokens)
-    inputs = (taken(few + one, block_tokens) - here) / (one * sample)
+    base = taken(few, block_tokens)
+    inputs = (taken(few + one, block_tokens) - base) / (one * sample)
     below = taken(many, LARGER * block_tokens, token_blocks.MLP) / (many * sample)
-    return [(inputs, round(here - inputs * few * sample)), (below, 0)]
+    return [(inputs, round(base - inputs * few * sample)), (below, 0)]
 
 
 def main() -> None:
     """Entry point for child_process.ask(): reads JSON with `config`, `is_half` and `block_tokens` from standard input,
     and prints {"blocks": the fields of TokenBlocks, or null}."""
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     limit_memory(MOST_BYTES)
-    sizes, dtype = hub_config.sizes_of(asked["config"]), "bf16" if asked["is_half"] else "fp32"
-    workload = Workload(**sizes, seq_len=TOKENS, dtype=dtype, config=json.dumps(asked["config"]))
-    print(json.dumps({"blocks": sketch(workload, asked["block_tokens"])}))
+    sizes, dtype = hub_config.sizes_of(request["config"]), "bf16" if request["is_half"] else "fp32"
+    workload = Workload(**sizes, seq_len=TOKENS, dtype=dtype, config=json.dumps(request["config"]))
+    print(json.dumps({"blocks": sketch(workload, request["block_tokens"])}))
 
 
 if __name__ == "__main__":

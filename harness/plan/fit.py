@@ -40,56 +40,61 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     plan = trained.plan(job.workload, room)
     options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
     for name in OF_SEVERAL_MODELS:
-        if (told := options.get(name, 1)) != (asked := job.options.get(name, 1)):
+        planned_number, number = options.get(name, 1), job.options.get(name, 1)
+        if planned_number != number:
             raise ValueError(
-                f"{job.method}: expected a plan with {name} {asked}, as the job asks, got {told}"
+                f"{job.method}: expected a plan with {name} {number}, as the job asks, got {planned_number}"
             )
     resolved = dataclasses.replace(job, options=options)
     shortfall = plan.shortfall(room)
     if shortfall is None:
         return Planned(resolved, plan, None)
-    asked = _asked(job, room, folders)
-    tried = method.create(job.method, asked, folders).plan(job.workload, room).tried
-    hint = _hint(job, asked, room, folders)
+    if less and next(iter(plan.lacks(room))) == "host":
+        shortfall += f" (--host-memory {less})"
+    ranks = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
+    size = f"{job.method} with {counted(job.workload.num_layers, 'layer')}{ranks}"
+    return Planned(resolved, plan, f"{size} {shortfall}{_remedies(job, plan, room, folders)}")
+
+
+def _remedies(job: Job, plan: Plan, room: Room, folders: tuple[Path, ...]) -> str:
+    """Return a text on the other options that do not fit either, and on the largest number of layers that fits. If no
+    number fits with --placement, the text gives the largest number without --placement."""
+    options = _chosen_by_user(job, room, folders)
+    trained = method.create(job.method, options, folders)
+    tried = trained.plan(job.workload, room).tried
+    text = f"; tried, too: {tried}" if tried else ""
+    depth, placement = largest(trained, job, room), options.pop("placement", None)
+    without = ""
+    if not depth and placement:
+        depth = largest(method.create(job.method, options, folders), job, room)
+        without = f" without --placement {placement}"
+    if depth:
+        text += f"; the largest that should fit{without} has -l {depth}"
+    else:
+        text += "; no depth fits: lower -h, -b or --seq"
     if room.device_bytes is not None and plan.device_bytes > room.device_bytes:
         least = plan.device_bytes
         if job.device == "cuda":
             least = cuda_budget.budget_bytes(least, cuda_budget.context_bytes(job.world_size))
-        hint += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
-    each = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
-    shortfall += f" (--host-memory {less})" if less and next(iter(plan.lacks(room))) == "host" else ""
-    told = f"{shortfall}; tried, too: {tried}" if tried else shortfall
-    size = f"{job.method} with {counted(job.workload.num_layers, 'layer')}{each}"
-    return Planned(resolved, plan, f"{size} {told}; {hint}")
+        text += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
+    return text
 
 
-def _hint(job: Job, asked: dict[str, Any], room: Room, folders: tuple[Path, ...]) -> str:
-    """Return a text on the largest number of layers that fits with the given options. If none fits with --placement,
-    the text gives the largest number without --placement."""
-    depth, placement = (
-        largest(method.create(job.method, asked, folders), job, room),
-        asked.pop("placement", None),
-    )
-    if not depth and placement:
-        depth = largest(method.create(job.method, asked, folders), job, room)
-        if depth:
-            return f"the largest that should fit without --placement {placement} has -l {depth}"
-    return f"the largest that should fit has -l {depth}" if depth else "no depth fits: lower -h, -b or --seq"
-
-
-def _asked(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
+def _chosen_by_user(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
     """Return the options that the user gave. These are the job's options but for those that the plan would choose
     itself."""
 
     def planned(options: dict[str, Any]) -> dict[str, Any]:
         return method.create(job.method, options, folders).plan(job.workload, room).options
 
-    asked, chosen = dict(job.options), planned(job.options)
-    for name in job.options if chosen.keys() == asked.keys() else ():
-        others = {option: value for option, value in asked.items() if option != name}
+    options, chosen = dict(job.options), planned(job.options)
+    if chosen.keys() != options.keys():
+        return options
+    for name in job.options:
+        others = {option: value for option, value in options.items() if option != name}
         with contextlib.suppress(ValueError):  # the method has no plan without this option
-            asked = others if planned(others) == chosen else asked
-    return asked
+            options = others if planned(others) == chosen else options
+    return options
 
 
 def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tuple[int, T] | None:
@@ -99,9 +104,9 @@ def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tupl
     `planned` raises ValueError for a size without a plan. A window or a placement may need more layers. A number of
     pipeline stages, which divides the number of ranks, must also divide the number of layers.
     """
-    for each in range(size, size + num_ranks):
+    for following in range(size, size + num_ranks):
         with contextlib.suppress(ValueError):
-            return each, planned(each)
+            return following, planned(following)
     return None
 
 
@@ -109,10 +114,10 @@ def largest(trained: method.Method, job: Job, room: Room) -> int:
     """Return the largest number of layers for which the method's plan fits the room; 0 if no number does."""
 
     def fits(num_layers: int, unplanned: bool) -> bool:
-        found = next_planned(
+        planned = next_planned(
             lambda depth: trained.plan(job.workload.at_depth(depth), room), num_layers, job.world_size
         )
-        return found[1].shortfall(room) is None if found else unplanned
+        return planned[1].shortfall(room) is None if planned else unplanned
 
     def may_fit(num_layers: int) -> bool:
         # there are fewer pipeline stages than ranks, so a stage may need more memory than at a larger depth
@@ -121,4 +126,4 @@ def largest(trained: method.Method, job: Job, room: Room) -> int:
 
     depth = method.largest_depth(may_fit)
     lower = range(min(depth, job.world_size) - 1, 0, -1)
-    return next((found for found in (depth, *lower) if found and fits(found, False)), 0)
+    return next((number for number in (depth, *lower) if number and fits(number, False)), 0)

@@ -255,13 +255,13 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
 def work(workload: Workload) -> tuple[int, int]:
     """Return two numbers of operations: a layer's for each token, and attention's for each pair of tokens in a sample.
     Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
-    layer, each = model.new_layer(workload, 0), []
+    layer, operations = model.new_layer(workload, 0), []
     for tokens in COUNTED:
         with FlopCounterMode(display=False) as counter:
             layer(torch.empty((1, tokens, workload.hidden_size), device="meta"))
-        each.append(counter.get_total_flops() // tokens)
-    pair = (each[1] - each[0]) // (COUNTED[1] - COUNTED[0])
-    return each[0] - pair * COUNTED[0], pair if is_plain(workload) else pair // 2
+        operations.append(counter.get_total_flops() // tokens)
+    pair = (operations[1] - operations[0]) // (COUNTED[1] - COUNTED[0])
+    return operations[0] - pair * COUNTED[0], pair if is_plain(workload) else pair // 2
 
 
 def is_plain(workload: Workload) -> bool:
@@ -281,12 +281,12 @@ def measured(workload: Workload) -> dict[str, float]:
     at_all, pair = boundaries(workload, tokens), 0.0
     if is_plain(workload):  # a second length tells which part of the memory grows with a sample's length
         pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
-    given, given_pair = given_bytes(workload)
+    extra_bytes, given_pair = given_bytes(workload)
     return {
         "boundaries": at_all - pair * tokens,
         "pair_boundaries": pair,
         "head_boundaries": head_boundaries(workload),
-        "given_bytes": given,
+        "given_bytes": extra_bytes,
         "pair_given_bytes": given_pair,
     }
 
@@ -355,14 +355,14 @@ def head_boundaries(workload: Workload) -> float:
 def given_bytes(workload: Workload) -> tuple[int, int]:
     """Return the bytes of the tensors that layers get beside their input: the bytes for each token of a sample, and the
     bytes for each pair of its tokens."""
-    each = []
+    token_bytes = []
     for tokens in COUNTED:
         x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
         heard = parts_of(workload).heard(x)
         tensors = {id(leaf): leaf for leaf in tree_leaves(heard) if isinstance(leaf, Tensor)}
-        each.append(-(-sum(tensor.nbytes for tensor in tensors.values()) // tokens))
-    pair = (each[1] - each[0]) // (COUNTED[1] - COUNTED[0])
-    return each[1] - pair * COUNTED[1], pair
+        token_bytes.append(-(-sum(tensor.nbytes for tensor in tensors.values()) // tokens))
+    pair = (token_bytes[1] - token_bytes[0]) // (COUNTED[1] - COUNTED[0])
+    return token_bytes[1] - pair * COUNTED[1], pair
 
 
 def main() -> None:

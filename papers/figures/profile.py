@@ -199,4 +199,4 @@ def call(number: int | str, profile: str) -> str:
     """Return the command that runs a case in a profile. The profile fit_v100-vm, for example, is `fit` with the
     memories of v100-vm."""
     kind, _, on = profile.partition("_")
-    return f"./run.sh case {number} --profile {kind}" + (f" {named_machines.words(on)}" if on else "")
+    return f"./run.sh case {number} --profile {kind}" + (f" {named_machines.options_text(on)}" if on else "")

@@ -392,4 +392,4 @@ def test_a_run_in_fp32_does_not_compute_in_tf32(
 @pytest.mark.parametrize("is_on", [True, False])
 def test_an_older_torchs_switch_to_tf32_is_read(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=is_on))
-    assert tf32.asked() == ["torch.backends.cuda.matmul.allow_tf32"] * is_on
+    assert tf32.tf32_settings() == ["torch.backends.cuda.matmul.allow_tf32"] * is_on

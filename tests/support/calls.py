@@ -52,10 +52,10 @@ VALUES = {
     "number": "3",
     "kind": "demo",
     "PAPER_MACHINE": "v100-vm",
-    "words": "-m l2l -l 2 -h 256",
+    "arguments": "-m l2l -l 2 -h 256",
     "sizes": "-h 256 -b 2",
     "load.dtype": "fp32",
-    "named_machines.words(name)": "--machine v100-vm",
+    "named_machines.options_text(name)": "--machine v100-vm",
     "file.name": str(ROOT / "README.md"),
     "extra[1]": "doctor",
 }
