@@ -19,7 +19,7 @@ from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
 from harness.plan.step import least_seconds
 from methods.shared.memory_needs import file_system
-from tests.support.cli import run
+from tests.support.cli import jobs_of, run
 
 SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
 
@@ -246,39 +246,8 @@ def test_no_run_is_given_more_than_there_is_and_a_plan_is(capsys, monkeypatch, v
 
 
 def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
-    from cli.job_options import make_jobs
-
-    words = dict.fromkeys(
-        ("window_size", "placement", "disk", "device_memory", "host_memory", "disk_memory", "timeout", "link")
-    )
-    sizes = {
-        "micro_batches": 1,
-        "num_layers": [4],
-        "hidden_size": [128],
-        "batch_size": [2],
-        "num_heads": 4,
-        "seq_len": [64],
-    }
-    rest = {
-        "vocab_size": 512,
-        "dtype": "fp32",
-        "dropout": 0.0,
-        "clip_norm": 1.0,
-        "learning_rate": 1e-4,
-        "seed": 1,
-    }
-    words |= {
-        **sizes,
-        **rest,
-        "corpus": None,
-        "weights": None,
-        "device": "auto",
-        "steps": 5,
-        "warmup": 2,
-        "options": (),
-        "model": [{}],
-    }
-    (job,) = make_jobs({**words, "method_names": "l2l", "machine_name": "v100-vm"}, ())
+    sizes = "-l 4 -h 128 -b 2 --heads 4 --seq 64 --vocab 512"
+    (job,) = jobs_of(f"./run.sh -m l2l {sizes} --machine v100-vm")
     assert job.device == ("sim" if "cuda" not in machine.devices() else "cuda")
     assert job.budget.device_bytes == named_machines.load("v100-vm").budget_on(job.device).device_bytes
 
