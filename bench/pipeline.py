@@ -102,12 +102,12 @@ def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches
             return [torch.zeros(1)]
 
     last = num_stages - 1
-    transport = Transport(rank - 1 if rank else None, rank + 1 if rank < last else None, 60.0)
     specs = [[(torch.Size([1]), torch.float32)]] * num_micro_batches
+    transport = Transport(rank - 1 if rank else None, rank + 1 if rank < last else None, 60.0, specs, specs)
     order = order_of(num_stages, rank, num_micro_batches)
     stage = SleepingStage(lambda number, inputs: (), [True] * bool(rank), is_last=rank == last)
     is_free = schedule == "varuna"
-    return Engine(stage, transport, order, specs, specs, is_opportunistic=is_free).step
+    return Engine(stage, transport, order, is_opportunistic=is_free).step
 
 
 def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:

@@ -63,5 +63,39 @@ def moved(value: Any, device: torch.device | None, dtype: torch.dtype | None) ->
     return value.to(device=device, dtype=dtype if dtype and value.is_floating_point() else value.dtype)
 
 
-def sample_shape(value: Any) -> tuple[int, ...] | None:
+def check_like_first(inputs: Inputs, first: Inputs) -> None:
+    """Raise ValueError unless a batch has the items and shapes of the first one, and the same values of items that are
+    no tensors: the trace has fixed these."""
+    if missing := sorted(first.keys() - inputs.keys()):
+        raise ValueError(f"step: the batch lacks {', '.join(missing)}, which the first batch had")
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor) or not isinstance(first.get(name), Tensor):
+            _refuse_change(name, value, first)
+        shape, expected = _sample_shape(value), _sample_shape(first.get(name))
+        if shape != expected and None not in (shape, expected):
+            raise ValueError(
+                f"step: expected {name} of {expected} for each sample, as in the first batch, got {shape};"
+                " try to pad all batches to one shape"
+            )
+
+
+def _refuse_change(name: str, value: Any, first: Inputs) -> None:
+    """Raise ValueError if a value other than a tensor is not that of the first batch."""
+    if name not in first:
+        raise ValueError(
+            f"step: expected the items of the first batch, {', '.join(first)}, got {name} as well"
+        )
+    expected = first[name]
+    if isinstance(value, Tensor) or isinstance(expected, Tensor) or value != expected:
+        raise ValueError(
+            f"step: expected {name} to stay as in the first batch, {_value_text(expected)}, got"
+            f" {_value_text(value)}; try a tensor"
+        )
+
+
+def _value_text(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, Tensor) else repr(value)
+
+
+def _sample_shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape[1:]) if isinstance(value, Tensor) and value.ndim else None

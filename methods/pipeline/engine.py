@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from methods.pipeline.schedule import Pass, orders
-from methods.pipeline.stage import Spec, Stage
+from methods.pipeline.stage import Stage
 from methods.pipeline.transport import Transport
 
 # A function that takes the kind of a pass or message and the number of its micro-batch, and returns a context in which
@@ -26,23 +26,19 @@ def unnoted(work: str, number: int) -> AbstractContextManager[None]:
 
 
 class Engine:
-    """Runs the passes and messages of one stage. `order`: the stage's passes in order. `received`: for each
-    micro-batch, shapes and dtypes of the tensors from the stage below. `returned`: shapes and dtypes of the gradients
-    from the stage above. `is_opportunistic`: True: a forward pass may run before a recompute whose gradient is late."""
+    """Runs the passes and messages of one stage. `order`: the stage's passes in order. `is_opportunistic`: True: a
+    forward pass may run before a recompute whose gradient is late."""
 
     def __init__(
         self,
         stage: Stage,
         transport: Transport,
         order: Sequence[Pass],
-        received: Sequence[list[Spec]],
-        returned: Sequence[list[Spec]],
         *,
         is_opportunistic: bool = True,
         note: Note = unnoted,
     ) -> None:
         self.stage, self.transport, self.order, self.note = stage, transport, order, note
-        self.received, self.returned = received, returned
         self.is_opportunistic = is_opportunistic
 
     @property
@@ -55,11 +51,7 @@ class Engine:
 
     def step(self) -> None:
         """Run all passes of a step. Afterwards the stage's parameters have gradients summed over the micro-batches."""
-        transport = self.transport
-        if transport.activations_in:
-            transport.activations_in.expect([*enumerate(self.received)])
-        if transport.gradients_in:
-            transport.gradients_in.expect([*enumerate(self.returned)])
+        self.transport.expect()
         order = [item for item in self.order if not (item.kind == "R" and self.stage.is_last)]
         while order:
             item = order[0]
@@ -72,12 +64,11 @@ class Engine:
                 self._recompute(item.micro_batch)
             else:
                 self._backward(item.micro_batch)
-        transport.finish()
+        self.transport.finish()
 
     def evaluate(self) -> None:
         """Run the forward passes of a step without backward passes."""
-        if self.transport.activations_in:
-            self.transport.activations_in.expect([*enumerate(self.received)])
+        self.transport.expect(gradients=False)
         for item in self.order:
             if item.kind == "F":
                 self._forward(item.micro_batch)
@@ -97,7 +88,7 @@ class Engine:
         with self.note("wait for activation", number):
             inputs: Sequence[Tensor] = below.take() if below else ()
         with self.note("forward", number):
-            outputs = self.stage.forward(number, self._here(inputs))
+            outputs = self.stage.forward(number, self._on_device(inputs))
         if above:
             with self.note("send activation", number):
                 above.send(number, outputs)
@@ -111,12 +102,12 @@ class Engine:
         with self.note("wait for gradient", number):
             grads: Sequence[Tensor] = above.take() if above else ()
         with self.note("backward", number):
-            found = self.stage.backward(self._here(grads))
+            input_grads = self.stage.backward(self._on_device(grads))
         if below:
             with self.note("send gradient", number):
-                below.send(number, found)
+                below.send(number, input_grads)
 
-    def _here(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _on_device(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.to(self.stage.device) for tensor in tensors]
 
 

@@ -72,7 +72,7 @@ class Gradients:
         self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]
         # If a weight is in two stages under the same name, the first stage counts it in the norm.
         again = {pair.name for pair in self.shared if pair.name == pair.other and groups.stage != pair.stage}
-        self.own = [name for name in self.masters if name not in again]
+        self.written = [name for name in self.masters if name not in again]
         uncounted = again | {
             pair.other for pair in self.shared if pair.other_stage == groups.stage and pair.name != pair.other
         }

@@ -6,10 +6,14 @@ In mixed precision each micro-batch's gradient is added, in fp32, to the master'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from methods.pipeline.gradients import Groups
+from methods.pipeline.shared_weights import Shared
 
 
 class Masters:
@@ -58,6 +62,22 @@ class Masters:
         if rounded:
             torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
         self.versions = self._versions()
+
+    @torch.no_grad()
+    def share(self, groups: Groups, shared: Sequence[Shared]) -> None:
+        """Copy the first replica's weights to the other replicas. Then copy, for each pair of shared weights, the first
+        weight to the second."""
+        if groups.replicas:
+            for master in self.by_name.values():
+                dist.broadcast(master, groups.ranks.ranks[groups.stage][0], group=groups.replicas)
+        for pair in shared:
+            if pair.stage == pair.other_stage:
+                self.by_name[pair.other].copy_(self.by_name[pair.name])
+            elif groups.stage in (pair.stage, pair.other_stage):
+                name = pair.name if groups.stage == pair.stage else pair.other
+                source = groups.ranks.ranks[pair.stage][groups.replica]
+                dist.broadcast(self.by_name[name], source, group=groups.pairs[pair])
+        self.publish()
 
     def refuse_changed_weights(self) -> None:
         """Raise ValueError if a rounded weight was changed since publish(), which would lose the change."""

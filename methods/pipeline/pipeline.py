@@ -17,9 +17,8 @@ compute on the whole batch of all replicas.
 from __future__ import annotations
 
 import functools
-import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -30,43 +29,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.base.counted import counted
 from harness.core.method import TensorState
 from harness.devices.streams import STREAMS, UNNOTED
-from methods.pipeline.batches import Inputs, cast, micro_batch_sizes, moved, resized, sample_shape, split
+from methods.pipeline.batches import Inputs, check_like_first, micro_batch_sizes, moved, split
 from methods.pipeline.checkpoint.checkpoints import Checkpoints
 from methods.pipeline.checkpoint.progress import Progress
-from methods.pipeline.cut import (
-    CHANGES,
-    LOSS_SCALE,
-    CutPoint,
-    InitWeights,
-    Part,
-    choose_cuts,
-    cut,
-    give_memory,
-    num_cuts,
-    probe,
-    specs_of,
-    traced,
-)
+from methods.pipeline.cut import CHANGES, LOSS_SCALE, InitWeights, Part, specs_of
 from methods.pipeline.engine import Engine, order_of
 from methods.pipeline.gradients import Gradients, Groups, all_reduce
-from methods.pipeline.launch.link import done, link, num_updates
-from methods.pipeline.masters import Masters
+from methods.pipeline.launch.link import Link, done, link, num_updates
 from methods.pipeline.mean_loss import MeanCheck
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.seat import take_seat
-from methods.pipeline.shared_weights import Shared, counted_names, find_shared
-from methods.pipeline.stage import Spec, Stage
+from methods.pipeline.setup import ModelToCut, StageSetup, set_up
+from methods.pipeline.stage import Compute, Spec, Stage
 from methods.pipeline.transport import Transport
 from methods.shared.loss_scale import ChosenLossScale, LossScale
 from methods.shared.module_watch import ModuleWatch
 
 if TYPE_CHECKING:
     from methods.pipeline.torch_schedules import TorchSchedule
-
-__all__ = ["CutPoint", "Varuna"]
 
 
 class Varuna(nn.Module):
@@ -105,8 +87,6 @@ class Varuna(nn.Module):
     ) -> None:
         super().__init__()
         self._link = link()
-        if self._link and cuts is None:
-            cuts = self._link.cuts
         self.ranks = RankMap.parse(stage_to_rank_map)
         self.rank, world_size, self.device, note = take_seat(limit_seconds, device, local_rank)
         if note and self._link and self.rank == 0:
@@ -117,37 +97,21 @@ class Varuna(nn.Module):
         self.batch_size, self.fp16 = batch_size, fp16
         self.dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else None  # None: the model's own
         self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)
-        sample = get_batch_fn(chunk_size, device=None)
-        self._sample = sample
-        self._shapes = {name: sample_shape(value) for name, value in sample.items()}
-        if LOSS_SCALE in inspect.signature(model.forward).parameters:
-            sample = {**sample, LOSS_SCALE: 1.0}
-        pairs = list(shared_weights or [])
-        self.weight_shapes = {
-            name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)
-        }
-        names = counted_names(model, pairs)
-        parts = self._cut(model, sample, cuts)
-        shared = find_shared(model, parts, pairs)
-        self.stage_of = {
-            name: number
-            for number, part in reversed([*enumerate(parts)])
-            for name, _ in part.module.named_parameters()
-        }
+        if self._link and cuts is None:
+            cuts = self._link.cuts
+        self._sample, pairs = get_batch_fn(chunk_size, device=None), list(shared_weights or [])
+        request = ModelToCut(model, self._sample, pairs, cuts, self.dtype, init_weights)
+        weights = model.named_parameters(remove_duplicate=False)
+        self.weight_shapes = {name: weight.shape for name, weight in weights}
         self._other_names = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
-        starts = self._starts(parts[self.stage].module, init_weights)
-        if self.dtype:
-            model.to(self.dtype)
-        returned = self._probe(parts, sample, chunk_size)
-        give_memory(model, starts)
-        # Trace the part once for each mode, because a trace fixes the value of self.training.
-        self.modes = {is_training: self._part(model, sample, is_training) for is_training in (False, True)}
-        move([each.module for each in self.modes.values()], self.device)
-        masters = {name: start.to(self.device) for name, start in starts.items()} if self.dtype else None
-        self._masters = Masters(dict(self.part.named_parameters()), masters)
-        self._groups = Groups(self.ranks, self.rank, shared, limit_seconds)
-        self._gradients = Gradients(self._masters.trained(), names, self._groups, shared, self.dtype)
-        self._passes = self._make_passes(returned, schedule, limit_seconds)
+        setup = set_up(request, self.ranks.num_stages, self.stage, self.sizes, self.device)
+        self.active, self.modes, self.stage_of = setup.active, setup.modes, setup.stage_of
+        self._masters, self._sent = setup.masters, setup.sent_specs()
+        self._groups = Groups(self.ranks, self.rank, setup.shared, limit_seconds)
+        self._gradients = Gradients(
+            self._masters.trained(), setup.names, self._groups, setup.shared, self.dtype
+        )
+        self._passes = make_passes(setup, schedule, self._groups, self._compute)
         self._mean_check = MeanCheck(self.replica, self.ranks.num_replicas, len(self.sizes))
         self._watch: ModuleWatch | None = ModuleWatch(self.part)  # None after the first step
         self._is_compared = False  # True once this stage has compared a micro-batch with its samples
@@ -157,156 +121,7 @@ class Varuna(nn.Module):
         self.grad_norm = torch.zeros(())  # gradient norm of the last step, before clipping
         self.num_steps = 0  # number of steps taken, including steps that overflowed
         self.progress: Any = None  # Progress of the checkpoint that was loaded; None: none was loaded
-        self._same_weights(shared)
-
-    # ---- Set-up
-
-    def _cut(self, model: nn.Module, sample: Inputs, cuts: Sequence[int] | None) -> list[Part]:
-        if modes := [
-            name or type(model).__name__ for name, module in model.named_modules() if not module.training
-        ]:
-            raise ValueError(
-                f"expected a model in train() mode, which a stage would return to, got {modes[0]} in eval(); try"
-                " model.train(), or a module without modes"
-            )
-        graph = traced(model, sample)
-        number, num_stages = num_cuts(graph), self.ranks.num_stages
-        if cuts is not None:
-            self.active = sorted(set(cuts))
-            if len(self.active) != num_stages - 1 or any(each not in range(number) for each in self.active):
-                raise ValueError(
-                    f"cuts: expected {counted(num_stages - 1, 'number')} of CutPoints, from 0 to {number - 1}, for"
-                    f" {counted(num_stages, 'stage')}, got {list(cuts)}"
-                )
-            return cut(model, graph, self.active)
-        runs = cut(model, graph, range(number))
-        flops = [flops for _, flops in probe(runs, sample)]
-        weighs = [any(True for _ in run.module.parameters()) for run in runs]
-        self.active = choose_cuts(flops, weighs, num_stages)
-        return cut(model, graph, self.active)
-
-    def _part(self, model: nn.Module, sample: Inputs, is_training: bool) -> Part:
-        return cut(model, traced(model.train(is_training), sample), self.active)[self.stage]
-
-    def _starts(self, module: nn.Module, init_weights: InitWeights | None) -> dict[str, Tensor]:
-        """Return this stage's weights in fp32, before the weights are rounded to the dtype of training; {} if no weight
-        is rounded. For a model on the meta device return instead all weights and buffers of the stage, filled by
-        init_weights(). Raises ValueError if such a model comes without init_weights().
-        """
-        named: dict[str, Tensor] = dict(module.named_parameters())
-        if not any(weight.is_meta for weight in named.values()):
-            return (
-                {name: weight.detach().float().clone() for name, weight in named.items()}
-                if self.dtype
-                else {}
-            )
-        if init_weights is None:
-            raise ValueError("expected a model with memory, got one on the meta device; try init_weights=...")
-        made = {
-            name: torch.empty_like(
-                tensor,
-                device=self.device,
-                dtype=torch.float32 if self.dtype and tensor.is_floating_point() else tensor.dtype,
-            )
-            for name, tensor in {**named, **dict(module.named_buffers())}.items()
-            if tensor.is_meta
-        }
-        init_weights(made.items())
-        return made
-
-    def _probe(self, parts: Sequence[Part], sample: Inputs, chunk_size: int) -> dict[int, list[Any]]:
-        """Return, for each size of micro-batch, each part's result and FLOPs. Every process checks all cuts: if a value
-        cannot be sent, all processes raise an error, so that no process waits for another.
-        """
-        chunks = {size: resized(sample, size) if size != chunk_size else sample for size in set(self.sizes)}
-        returned = {size: [*probe(parts, cast(each, self.dtype))] for size, each in chunks.items()}
-        *below, (last, _) = returned[self.sizes[0]]
-        self._check_loss(last[0])
-        for number, (values, _) in enumerate(below):
-            specs_of(values, number)
-        return returned
-
-    def _check_loss(self, loss: Any) -> None:
-        loss = loss[0] if isinstance(loss, tuple | list) else loss
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"expected the model's forward pass to return a loss of one element, got {got}")
-
-    def _make_passes(
-        self, returned: Mapping[int, Sequence[Any]], schedule: str, limit_seconds: float
-    ) -> Engine | TorchSchedule:
-        """Return the engine that runs a step's passes: this project's engine for `varuna` or a single stage, otherwise
-        torch's engine. `returned`: the result of _probe()."""
-        stage, last, pipeline = self.stage, self.ranks.num_stages - 1, self.ranks.pipeline(self.replica)
-        self._sent: list[list[Spec]] = []
-        received: list[list[Spec]] = []
-        gradients: list[list[Spec]] = []
-        for size in self.sizes:
-            if stage:
-                received.append(specs_of(returned[size][stage - 1][0], stage - 1))
-            if stage < last:
-                tensors = returned[size][stage][0]
-                self._sent.append(specs_of(tensors, stage))
-                gradients.append(specs_of([tensor for tensor in tensors if tensor.requires_grad], stage))
-        needs_grad = (
-            [tensor.requires_grad for tensor in returned[self.sizes[0]][stage - 1][0]] if stage else []
-        )
-        if schedule != "varuna" and last:  # all schedules are the same with one stage
-            from methods.pipeline.torch_schedules import TorchSchedule  # its imports take a second
-
-            if len(set(self.sizes)) > 1:
-                sizes = ", ".join(map(str, self.sizes))
-                raise ValueError(
-                    f"chunk_size: expected micro-batches of one size for {schedule}, got {sizes}"
-                )
-            sent = returned[self.sizes[0]][stage][0] if stage < last else []
-            return TorchSchedule(
-                schedule,
-                self._compute,
-                (stage, last + 1, len(self.sizes)),
-                returned[self.sizes[0]][stage - 1][0] if stage else [],
-                sent,
-                self._groups.pipeline,
-                self.device,
-                self._note,
-            )
-        below, above = pipeline[stage - 1] if stage else None, pipeline[stage + 1] if stage < last else None
-        return Engine(
-            Stage(self._compute, needs_grad, is_last=stage == last, device=str(self.device)),
-            Transport(below, above, limit_seconds),
-            order_of(last + 1, stage, len(self.sizes)),
-            received,
-            gradients,
-            note=self._note,
-        )
-
-    def _note(self, work: str, number: int) -> AbstractContextManager[None]:
-        """Return a context that records the work in this process's trace, if there is one."""
-        streams = STREAMS[self.device.type]
-        span: Any = streams.span
-        if span is None:
-            return UNNOTED
-        if work in ("forward", "recompute", "backward"):
-            # passes run on the device's stream, messages in this thread
-            return span(streams.current(), "compute", work, f"micro-batch {number}")
-        return span(None, "messages", work, f"micro-batch {number}")
-
-    @torch.no_grad()
-    def _same_weights(self, shared: Sequence[Shared]) -> None:
-        """Copy the first replica's weights to the other replicas. Then copy, for each pair of shared weights, the first
-        weight to the second."""
-        masters = self._masters.by_name
-        if self._groups.replicas:
-            for master in masters.values():
-                dist.broadcast(master, self.ranks.ranks[self.stage][0], group=self._groups.replicas)
-        for pair in shared:
-            if pair.stage == pair.other_stage:
-                masters[pair.other].copy_(masters[pair.name])
-            elif self.stage in (pair.stage, pair.other_stage):
-                name = pair.name if self.stage == pair.stage else pair.other
-                source = self.ranks.ranks[pair.stage][self.replica]
-                dist.broadcast(masters[name], source, group=self._groups.pairs[pair])
-        self._masters.publish()
+        self._masters.share(self._groups, setup.shared)
 
     def set_optimizer(
         self,
@@ -321,14 +136,14 @@ class Varuna(nn.Module):
         never changes. `dynamic` and a number apply in fp16 only. A LossScale applies in any dtype. Raises ValueError if
         the optimizer has other parameters, or has taken a step.
         """
-        mine = {id(weight): self._masters.by_name[name] for name, weight in self._masters.weights.items()}
+        masters = {id(weight): self._masters.by_name[name] for name, weight in self._masters.weights.items()}
         for group in optimizer.param_groups:
-            if any(id(weight) not in mine for weight in group["params"]):
+            if any(id(weight) not in masters for weight in group["params"]):
                 raise ValueError(
                     "set_optimizer: expected an optimizer of this model's parameters(), made after Varuna(), got"
                     " another"
                 )
-            group["params"] = [mine[id(weight)] for weight in group["params"]]
+            group["params"] = [masters[id(weight)] for weight in group["params"]]
         if optimizer.state:
             raise ValueError(
                 "set_optimizer: expected an optimizer before its first step, got one that has stepped"
@@ -343,9 +158,9 @@ class Varuna(nn.Module):
         if self.dtype:
             optimizer.register_step_post_hook(lambda *_: self._masters.publish())
         self.optimizer = optimizer
-        place = (self.stage, self.replica, self.ranks.num_replicas)
+        position = (self.stage, self.replica, self.ranks.num_replicas)
         self._checkpoints = Checkpoints(
-            self._gradients.masters, optimizer, self._gradients.own, place, self._other_names
+            self._gradients.masters, optimizer, self._gradients.written, position, self._other_names
         )
 
     # ---- Training
@@ -376,26 +191,27 @@ class Varuna(nn.Module):
         overflow = self.scale.overflows(norm)
         self.num_steps += 1
         if self._link:
-            self._link.tell_step(
-                self,
-                inputs,
-                {
-                    "step": self.num_steps,
-                    "loss": float(loss),
-                    "grad_norm": float(norm),
-                    "overflow": overflow,
-                    "learning_rate": self.optimizer.param_groups[0]["lr"],
-                    "updates": num_updates(self.optimizer),
-                    "loss_scale": self.scale.value,
-                    "busy_seconds": busy,
-                    "seconds": time.monotonic() - began,
-                },
-            )
+            self._report(self._link, inputs, loss, busy, began)
         self.last_step = self.scale.step(loss, norm, is_skipped=overflow)
         if clip_grad_max_norm is not None and not overflow:
             self._gradients.clip(norm, clip_grad_max_norm)
         self._gradients.remember()
         return float(loss), overflow
+
+    def _report(self, link: Link, inputs: Inputs, loss: Tensor, busy_seconds: float, began: float) -> None:
+        """Report the step to the launcher. `began`: time.monotonic() at the step's beginning."""
+        facts = {
+            "step": self.num_steps,
+            "loss": float(loss),
+            "grad_norm": float(self.grad_norm),
+            "overflow": self.scale.overflows(self.grad_norm),
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "updates": num_updates(self.optimizer),
+            "loss_scale": self.scale.value,
+            "busy_seconds": busy_seconds,
+            "seconds": time.monotonic() - began,
+        }
+        link.tell_step(self, inputs, facts)
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> float:
@@ -409,37 +225,12 @@ class Varuna(nn.Module):
                 all_reduce(loss, group)
         return float(loss)
 
-    def forward(self, *args: Any, **words: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a pipeline has no forward pass of its own; try step(inputs), or evaluate(inputs)")
 
     def _begin(self, inputs: Inputs) -> None:
-        if missing := sorted(self._shapes.keys() - inputs.keys()):
-            raise ValueError(f"step: the batch lacks {', '.join(missing)}, which the first batch had")
-        for name, value in inputs.items():
-            if not isinstance(value, Tensor) or not isinstance(self._sample.get(name), Tensor):
-                self._refuse_change(name, value)
-            found, expected = sample_shape(value), self._shapes.get(name)
-            if found != expected and None not in (found, expected):
-                raise ValueError(
-                    f"step: expected {name} of {expected} for each sample, as in the first batch, got {found};"
-                    " try to pad all batches to one shape"
-                )
+        check_like_first(inputs, self._sample)
         self._micro_batches = split(inputs, self.sizes)
-
-    def _refuse_change(self, name: str, value: Any) -> None:
-        """Raise ValueError if a value other than a tensor is not that of the first batch, which the trace has fixed."""
-        if name not in self._sample:
-            raise ValueError(
-                f"step: expected the items of the first batch, {', '.join(self._sample)}, got {name} as well"
-            )
-        expected = self._sample[name]
-        if isinstance(value, Tensor) or isinstance(expected, Tensor) or value != expected:
-            got, kept = (
-                type(each).__name__ if isinstance(each, Tensor) else repr(each) for each in (value, expected)
-            )
-            raise ValueError(
-                f"step: expected {name} to stay as in the first batch, {kept}, got {got}; try a tensor"
-            )
 
     def _taken_loss(self) -> Tensor:
         losses, self._losses = self._losses, []
@@ -458,9 +249,8 @@ class Varuna(nn.Module):
             self._link.alive()
         part, share = self.modes[self.training], self.sizes[number] / self.batch_size
         inputs = {**self._micro_batches[number], LOSS_SCALE: share * self.scale.value}
-        found = (
-            self._watched(part, received, inputs) if self._watch else self._results(part, received, inputs)
-        )
+        run = self._watched if self._watch else self._results
+        outputs = run(part, received, inputs)
         if self._watch and self.training and not self._is_compared:
             self._is_compared = True
             self.eval()  # dropout would draw other numbers for a sample alone
@@ -468,36 +258,35 @@ class Varuna(nn.Module):
             self._mean_check.compare(compute, received, inputs, self.sizes[number])
             self.train()
         if self.stage == self.ranks.num_stages - 1:
-            loss = found[0].float().reshape(())
+            loss = outputs[0].float().reshape(())
             self._losses.append(loss.detach() * share)
             self._mean_check.note(loss, self.sizes[number])
             return (loss if LOSS_SCALE in part.inputs else loss * inputs[LOSS_SCALE],)
-        for index, (tensor, expected) in enumerate(zip(found, self._sent[number], strict=True)):
+        for index, (tensor, expected) in enumerate(zip(outputs, self._sent[number], strict=True)):
             if (tensor.shape, tensor.dtype) != expected:
-                got = _told((tensor.shape, tensor.dtype))
+                got = spec_text((tensor.shape, tensor.dtype))
                 raise ValueError(
                     f"micro-batch {number}: expected tensor {index} that stage {self.stage} sends to be"
-                    f" {_told(expected)}, got {got}; try to pad all batches to one shape"
+                    f" {spec_text(expected)}, got {got}; try to pad all batches to one shape"
                 )
-        return found
+        return outputs
 
     def _results(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
         """Return the tensors that the part sends or, on the last stage, the loss."""
-        found = part.module(
-            *received, *(moved(inputs.get(name), self.device, self.dtype) for name in part.inputs)
-        )
+        values = (moved(inputs.get(name), self.device, self.dtype) for name in part.inputs)
+        outputs = part.module(*received, *values)
         if self.stage < self.ranks.num_stages - 1:
-            return found
-        return [found[0] if isinstance(found, tuple | list) else found]
+            return outputs
+        return [outputs[0] if isinstance(outputs, tuple | list) else outputs]
 
     def _watched(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
         """Return _results(). Raises ValueError if the pass changes what a recompute would change once more."""
         assert self._watch is not None
         before = self._watch.state((received, inputs))
-        found = self._results(part, received, inputs)
+        outputs = self._results(part, received, inputs)
         if change := self._watch.change(before):
             raise ValueError(f"stage {self.stage}: {CHANGES} {change}")
-        return found
+        return outputs
 
     def checkpoint(
         self,
@@ -570,7 +359,7 @@ class Varuna(nn.Module):
             if self.rank == source:
                 master = self._masters.by_name[name]
                 state = self.optimizer.state.get(master, {})
-                moments = [state.get(each, torch.zeros_like(master)) for each in ("exp_avg", "exp_avg_sq")]
+                moments = [state.get(key, torch.zeros_like(master)) for key in ("exp_avg", "exp_avg_sq")]
                 whole = [tensor.detach().cpu() for tensor in (master, *moments)]
             else:
                 whole = [torch.empty(shape) for _ in range(3)]
@@ -590,8 +379,8 @@ class Varuna(nn.Module):
     def part(self) -> nn.Module:
         return self.modes[True].module
 
-    def named_parameters(self, *args: Any, **words: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.part.named_parameters(*args, **words)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.part.named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._masters.zero_grad()
@@ -602,25 +391,64 @@ class Varuna(nn.Module):
             part.module.train(mode)
         return self
 
-    def state_dict(self, *args: Any, **words: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of this stage alone, under the names of the whole model."""
-        return dict(self.part.state_dict(*args, **words))
+        return dict(self.part.state_dict(*args, **kwargs))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **words: Any) -> Any:
-        found = self.part.load_state_dict(state_dict, *args, **words)
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        keys = self.part.load_state_dict(state_dict, *args, **kwargs)
         with torch.no_grad():
             for name, weight in self._masters.weights.items():
                 self._masters.by_name[name].copy_(weight)
         self._masters.publish()
-        return found
+        return keys
 
 
-def move(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move the modules to the device, in place. A tensor that several of them hold stays one tensor."""
-    there = functools.cache(lambda tensor: tensor.to(device))
-    for module in modules:
-        module._apply(there)
+def make_passes(setup: StageSetup, schedule: str, groups: Groups, compute: Compute) -> Engine | TorchSchedule:
+    """Return the engine that runs a step's passes: this project's engine for `varuna` or a single stage, otherwise
+    torch's engine."""
+    note = functools.partial(trace_note, setup.device)
+    stage, num_stages, sizes = setup.stage, setup.num_stages, setup.sizes
+    if schedule != "varuna" and num_stages > 1:  # all schedules are the same with one stage
+        from methods.pipeline.torch_schedules import TorchSchedule  # its imports take a second
+
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"chunk_size: expected micro-batches of one size for {schedule}, got {', '.join(map(str, sizes))}"
+            )
+        return TorchSchedule(schedule, compute, setup, groups.pipeline, note)
+    ranks = groups.ranks.pipeline(groups.replica)
+    received = [specs_of(setup.received(size), stage - 1) for size in sizes]
+    gradients = []
+    for size in sizes:
+        gradients.append(specs_of([tensor for tensor in setup.sent(size) if tensor.requires_grad], stage))
+    transport = Transport(
+        ranks[stage - 1] if stage else None,
+        None if setup.is_last else ranks[stage + 1],
+        groups.limit.total_seconds(),
+        received,
+        gradients,
+    )
+    needs_grad = [tensor.requires_grad for tensor in setup.received(sizes[0])]
+    return Engine(
+        Stage(compute, needs_grad, is_last=setup.is_last, device=str(setup.device)),
+        transport,
+        order_of(num_stages, stage, len(sizes)),
+        note=note,
+    )
 
 
-def _told(spec: Spec) -> str:
+def trace_note(device: torch.device, work: str, number: int) -> AbstractContextManager[None]:
+    """Return a context that records the work in this process's trace, if there is one."""
+    streams = STREAMS[device.type]
+    span: Any = streams.span
+    if span is None:
+        return UNNOTED
+    if work in ("forward", "recompute", "backward"):
+        # passes run on the device's stream, messages in this thread
+        return span(streams.current(), "compute", work, f"micro-batch {number}")
+    return span(None, "messages", work, f"micro-batch {number}")
+
+
+def spec_text(spec: Spec) -> str:
     return f"{tuple(spec[0])} {str(spec[1]).removeprefix('torch.')}"

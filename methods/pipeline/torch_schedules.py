@@ -5,7 +5,6 @@ A stage keeps all that its backward pass needs; only modules that recompute by t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from methods.pipeline.engine import Note, unnoted
+from methods.pipeline.setup import StageSetup
 from methods.pipeline.stage import Compute
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -37,49 +37,38 @@ class NotedStage(PipelineStage):
 
     note: Note = staticmethod(unnoted)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **words: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.number = fwd_chunk_id  # type: ignore[assignment]
         with self.note("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **words)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **words: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.note("backward", bwd_chunk_id):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **words)
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class TorchSchedule:
-    """torch's GPipe or 1F1B, over micro-batches of one size. `place`: the stage's number, the number of stages, the
-    number of micro-batches. `received`, `sent`: tensors with the shapes and dtypes that the stage receives and sends;
-    `received` is empty on the first stage, `sent` on the last. `group`: the pipeline's ranks; None: all ranks.
-    """
+    """torch's GPipe or 1F1B, over micro-batches of one size. `group`: the pipeline's ranks; None: all ranks."""
 
     waited_seconds = 0.0  # always 0, because torch does not tell how long a stage waits
 
     def __init__(
-        self,
-        schedule: str,
-        compute: Compute,
-        place: tuple[int, int, int],
-        received: Sequence[Tensor],
-        sent: Sequence[Tensor],
-        group: Any,
-        device: torch.device,
-        note: Note = unnoted,
+        self, schedule: str, compute: Compute, setup: StageSetup, group: Any, note: Note = unnoted
     ) -> None:
-        number, num_stages, self.num_micro_batches = place
-        self.stage = NotedStage(
+        self.num_micro_batches = len(setup.sizes)
+        stage = NotedStage(
             NumberedModule(compute),
-            number,
-            num_stages,
-            device,
-            input_args=tuple(map(_like, received)),
-            output_args=tuple(map(_like, sent or [LOSS])),
+            setup.stage,
+            setup.num_stages,
+            setup.device,
+            input_args=tuple(map(_like, setup.received(setup.sizes[0]))),
+            output_args=tuple(map(_like, setup.sent(setup.sizes[0]) or [LOSS])),
             group=group or dist.group.WORLD,
         )
-        self.stage.note = note  # type: ignore[method-assign]
+        stage.note = note  # type: ignore[method-assign]
         # The losses are already weighted, so torch must only sum the micro-batches' gradients, not scale them.
         self.schedule = SCHEDULES[schedule](
-            self.stage, self.num_micro_batches, loss_fn=lambda found, _: found[0], scale_grads=False
+            stage, self.num_micro_batches, loss_fn=lambda outputs, _: outputs[0], scale_grads=False
         )
 
     def step(self) -> None:

@@ -134,9 +134,19 @@ class Outbox:
 
 
 class Transport:
-    """All messages of a stage. `below`, `above`: ranks of the neighboring stages; None: there is no such stage."""
+    """All messages of a stage. `below`, `above`: ranks of the neighboring stages; None: there is no such stage.
+    `received`: for each micro-batch, shapes and dtypes of the tensors from the stage below. `gradients`: shapes and
+    dtypes of the gradients from the stage above."""
 
-    def __init__(self, below: int | None, above: int | None, limit_seconds: float) -> None:
+    def __init__(
+        self,
+        below: int | None,
+        above: int | None,
+        limit_seconds: float,
+        received: Sequence[list[Spec]],
+        gradients: Sequence[list[Spec]],
+    ) -> None:
+        self.received, self.gradients = received, gradients
         self.activations_in = None if below is None else Inbox(below, ACTIVATION, limit_seconds)
         self.gradients_out = None if below is None else Outbox(below, GRADIENT)
         self.gradients_in = None if above is None else Inbox(above, GRADIENT, limit_seconds)
@@ -147,6 +157,13 @@ class Transport:
         """Return the seconds for which this stage has waited for messages so far."""
         boxes = (self.activations_in, self.gradients_out, self.gradients_in, self.activations_out)
         return sum(box.waited_seconds for box in boxes if box)
+
+    def expect(self, *, gradients: bool = True) -> None:
+        """Begin to receive the messages of a step. `gradients`: False: forward passes alone."""
+        if self.activations_in:
+            self.activations_in.expect([*enumerate(self.received)])
+        if gradients and self.gradients_in:
+            self.gradients_in.expect([*enumerate(self.gradients)])
 
     def finish(self) -> None:
         """Wait until all sent messages have been received."""

@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,39 +30,33 @@ ALIVE_SECONDS = 5.0  # seconds between two messages that show the launcher that 
 @functools.cache
 def link() -> Link | None:
     """Return this process's link to its launcher; None in a process that no launcher has started."""
-    told = os.environ.get(VARIABLE)
-    return Link(**json.loads(told)) if told else None
+    fields = os.environ.get(VARIABLE)
+    return Link(**json.loads(fields)) if fields else None
 
 
+@dataclass
 class Link:
     """A rank's end of the link. `descriptor`: file descriptor of the pipe to the agent. `folder`: folder of the
     checkpoints. `checkpoint_every`: most steps that are trained again after a rank has died; None: the script saves by
     itself. `cuts`: the CutPoints that the launcher chose; None: the model chooses them."""
 
-    def __init__(
-        self,
-        descriptor: int,
-        folder: str,
-        checkpoint_every: int | None,
-        cuts: list[int] | None,
-        rank: int,
-        round: int,
-    ) -> None:
-        self.descriptor, self.folder, self.checkpoint_every, self.cuts = (
-            descriptor,
-            folder,
-            checkpoint_every,
-            cuts,
-        )
-        self.place = {"rank": rank, "round": round}
-        # step of the checkpoint in the folder that this process saved or loaded last
-        self.saved: int | None = None
-        self.is_stopping = False
-        self.told_alive = 0.0
+    descriptor: int
+    folder: str
+    checkpoint_every: int | None
+    cuts: list[int] | None
+    rank: int
+    round: int
+    # step of the checkpoint in the folder that this process saved or loaded last
+    saved: int | None = field(default=None, init=False)
+    is_stopping: bool = field(default=False, init=False)
+    told_alive: float = field(default=0.0, init=False)  # time of the last message that the rank lives
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Send a message as one line. The line is short enough that the system writes it in one piece."""
-        os.write(self.descriptor, (json.dumps({"kind": kind, **self.place, **facts}) + "\n").encode())
+        os.write(
+            self.descriptor,
+            (json.dumps({"kind": kind, "rank": self.rank, "round": self.round, **facts}) + "\n").encode(),
+        )
 
     def alive(self) -> None:
         if time.monotonic() > self.told_alive + ALIVE_SECONDS:

@@ -24,7 +24,7 @@ from methods.pipeline import pipeline
 from methods.pipeline.batches import micro_batch_sizes, split
 from methods.pipeline.checkpoint.checkpoints import read
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
-from methods.pipeline.pipeline import Varuna
+from methods.pipeline.pipeline import Varuna, trace_note
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.seat import Offer, _backend, take_seat
 from methods.pipeline.shared_weights import counted_names, find_shared
@@ -431,14 +431,14 @@ def test_a_group_of_the_script_that_sends_no_host_memory_is_refused() -> None:
 
 
 def test_on_a_gpu_passes_are_noted_by_events_and_messages_by_the_clock(
-    single: Varuna, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     FakeCuda(1).install(monkeypatch)
     monkeypatch.setattr(STREAMS["cuda"], "span", None)
     trace = Trace(Job("varuna", tiny(), device="cuda"))
-    trace.is_on, single.device = True, torch.device("cuda")
+    trace.is_on = True
     for work in ("forward", "recompute", "backward", "send"):
-        with single._note(work, 0):
+        with trace_note(torch.device("cuda"), work, 0):
             pass
     kinds = [(track, type(end)) for track, *_, end in trace.notes]
     assert kinds == [("compute", FakeEvent)] * 3 + [("messages", float)]
