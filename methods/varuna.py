@@ -28,7 +28,7 @@ from harness.plan.resources import sum_sent
 from methods.pipeline.checkpoint.folders import choose, complete_steps
 from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
 from methods.pipeline.config.gpt_costs import GptCosts
-from methods.pipeline.config.partition import gpt_stages, stage_bytes
+from methods.pipeline.config.partition import PipelineShape, gpt_stages, stage_bytes
 from methods.pipeline.config.profile import Sum
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
@@ -225,12 +225,8 @@ class VarunaMethod(Method):
     def _plan(self, workload: Workload, row: ConfigRow) -> Plan:
         """Plan the memory of the rank that needs most memory in this configuration."""
         stages = gpt_stages(workload, row.num_stages)
-        needs = [
-            stage_bytes(
-                workload, stage, (number, len(stages)), row.chunk_size, row.num_replicas, self.schedule
-            )
-            for number, stage in enumerate(stages)
-        ]
+        shape = PipelineShape(len(stages), row.num_replicas, row.chunk_size, self.schedule)
+        needs = [stage_bytes(workload, stage, number, shape) for number, stage in enumerate(stages)]
         # Make folders absolute, because a rank in a container has another working folder than this process.
         names = [name for name in ("checkpoint", "resume") if getattr(self, name)]
         folders: dict[str, Any] = {name: str(Path(getattr(self, name)).resolve()) for name in names}

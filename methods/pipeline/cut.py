@@ -180,18 +180,13 @@ def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
             passed += number in active
             number += 1
     free = _of_inputs_alone(model, graph)
-    crossing: list[list[fx.Node]] = []
-    for boundary in range(len(active)):
-        crossing.append(
-            [
-                node
-                for node in graph.nodes
-                if node not in free
-                and node.op != "get_attr"
-                and stage_of[node] <= boundary
-                and any(stage_of[user] > boundary for user in node.users)
-            ]
-        )
+    crossing: list[list[fx.Node]] = [[] for _ in active]  # at each cut: the nodes whose values are sent
+    for node in graph.nodes:
+        if node in free or node.op == "get_attr":
+            continue
+        for boundary in range(stage_of[node], len(active)):
+            if any(stage_of[user] > boundary for user in node.users):
+                crossing[boundary].append(node)
     last = len(active)
     return [
         _part(model, graph, crossing[stage - 1] if stage else [], crossing[stage] if stage < last else None)
@@ -202,13 +197,13 @@ def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
 def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that any stage can compute by itself: the batch's inputs, buffers, and functions of these."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in graph.nodes:
         is_function = node.op in ("call_function", "call_method") and node.target is not cut_here
-        is_made = is_function and all(source in found for source in node.all_input_nodes)
-        if node.op == "placeholder" or is_made or (node.op == "get_attr" and node.target not in parameters):
-            found.add(node)
-    return found
+        is_free = is_function and all(source in nodes for source in node.all_input_nodes)
+        if node.op == "placeholder" or is_free or (node.op == "get_attr" and node.target not in parameters):
+            nodes.add(node)
+    return nodes
 
 
 def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None) -> Part:
@@ -218,25 +213,25 @@ def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list
         next(node for node in whole.nodes if node.op == "output").args[0] if sent is None else tuple(sent)
     )
     graph = fx.Graph()
-    there = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
+    copies = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
     needed: set[fx.Node] = set()
     waiting: list[fx.Node] = []
     fx.map_arg(results, waiting.append)
     while waiting:
         node = waiting.pop()
-        if node not in needed and node not in there:
+        if node not in needed and node not in copies:
             needed.add(node)
             waiting.extend(node.all_input_nodes)
     inputs = [node for node in whole.nodes if node in needed and node.op == "placeholder"]
     for node in inputs:
-        there[node] = graph.placeholder(str(node.target))
+        copies[node] = graph.placeholder(str(node.target))
     for node in whole.nodes:
-        if node in needed and node not in there:
-            is_cut = node.target is cut_here
-            there[node] = (
-                there[node.args[0]] if is_cut else graph.node_copy(node, lambda source: there[source])
-            )
-    graph.output(fx.map_arg(results, lambda node: there[node]))
+        if node in needed and node not in copies:
+            if node.target is cut_here:
+                copies[node] = copies[node.args[0]]
+            else:
+                copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output(fx.map_arg(results, lambda node: copies[node]))
     return Part(fx.GraphModule(model, graph), tuple(str(node.target) for node in inputs), len(received))
 
 
@@ -252,7 +247,7 @@ def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Se
             with _watched(part.module, number):
                 weights = _without_memory(part.module)
                 try:
-                    found = torch.func.functional_call(part.module, weights, arguments, tie_weights=False)
+                    output = torch.func.functional_call(part.module, weights, arguments, tie_weights=False)
                 except RuntimeError as error:
                     if "meta" not in str(error).lower():
                         raise
@@ -262,7 +257,7 @@ def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Se
                         " register_buffer() for a module's tensors, and shapes that do not follow from values"
                     ) from error
         is_last = number == len(parts) - 1
-        received = (found,) if is_last else found
+        received = (output,) if is_last else output
         yield received, counter.get_total_flops()
 
 
@@ -306,23 +301,26 @@ def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def give_memory(model: nn.Module, made: Mapping[str, Tensor]) -> None:
-    """Replace the model's tensors without memory by the tensors of the same names in `made`, rounded to the model's
-    dtypes. A tensor that `made` lacks stays without memory."""
-    # for each tensor, by id: all places that hold it
-    places: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
+def give_memory(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Replace the model's tensors without memory by the tensors of the same names in `values`, rounded to the model's
+    dtypes. A tensor that `values` lacks stays without memory."""
+    # for each tensor, by id: the tables of modules that hold it, with its key and its name in the model
+    holders: dict[int, list[tuple[dict[str, Any], str, str]]] = {}
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
-            for leaf, tensor in table.items():
+            for key, tensor in table.items():
                 if tensor is not None and tensor.is_meta:
-                    places.setdefault(id(tensor), []).append((table, leaf, f"{prefix}.{leaf}".lstrip(".")))
-    for found in places.values():
-        for value in [made[name] for _, _, name in found if name in made][:1]:
-            old = found[0][0][found[0][1]]
-            value = value.to(old.dtype)
-            new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
-            for table, leaf, _ in found:
-                table[leaf] = new
+                    holders.setdefault(id(tensor), []).append((table, key, f"{prefix}.{key}".lstrip(".")))
+    for entries in holders.values():
+        names = [name for _, _, name in entries if name in values]
+        if not names:
+            continue
+        table, key, _ = entries[0]
+        old, value = table[key], values[names[0]]
+        value = value.to(old.dtype)
+        new = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        for table, key, _ in entries:
+            table[key] = new
 
 
 def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
@@ -340,12 +338,12 @@ def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages
         )
 
     costs = [count + 1 for count in flops]
-    found = group([4 * cost for cost in costs], [3 * cost for cost in costs], has_parameters)[num_stages - 1]
-    if found is None:
+    active = group([4 * cost for cost in costs], [3 * cost for cost in costs], has_parameters)[num_stages - 1]
+    if active is None:
         raise ValueError(
             f"expected parameters in all {num_stages} stages: try fewer, or move the CutPoints apart"
         )
-    return found
+    return active
 
 
 def specs_of(values: Sequence[Any], stage: int) -> list[Spec]:

@@ -56,7 +56,7 @@ class CutModel(nn.Module):
     def init_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Fill tensors of this model, in place, with their starting values. `named`: each tensor with its name in this
         model."""
-        initialize(((self._name(own), tensor) for own, tensor in named), self.workload)
+        initialize(((self._name(name), tensor) for name, tensor in named), self.workload)
 
     def shapes(self, size: int, device: Any = None) -> dict[str, Tensor]:
         """Return a batch of `size` samples on the meta device, without memory. `device` has no effect."""
@@ -72,9 +72,9 @@ class CutModel(nn.Module):
                 seen.add(name)
                 yield tensor._replace(name=name)
 
-    def _name(self, own: str) -> str:
-        """Return a tensor's name in the harness's model, from its own name in this model."""
-        part, _, name = own.partition(".")
+    def _name(self, cut_name: str) -> str:
+        """Return a tensor's name in the harness's model, from its name in this model."""
+        part, _, name = cut_name.partition(".")
         anatomy = self.workload.anatomy
         if part != "layers":
             return anatomy.ends_prefix + name

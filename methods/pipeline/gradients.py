@@ -188,9 +188,9 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
         dist.all_reduce(tensor, group=group)
     except RuntimeError as error:
         others = [str(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        told = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise LostPeer(
-            f"rank {' or '.join(others)} took no part in a sum: look at its log ({told})"
+            f"rank {' or '.join(others)} took no part in a sum: look at its log ({reason})"
         ) from error
 
 

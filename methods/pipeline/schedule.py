@@ -64,18 +64,18 @@ def step_seconds(
     schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True
 ) -> list[float]:
     """Return the seconds of a step of each pipeline. The number of messages under way at once is not limited."""
-    found = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
-    return [float(run.ended.max()) for run in found]
+    runs = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
+    return [float(run.ended.max()) for run in runs]
 
 
 @functools.lru_cache(maxsize=32)
 def orders(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     """Return every stage's passes in order. Raises ValueError for an unknown schedule."""
-    found = []
+    stage_orders = []
     for row in units(schedule, [(num_stages, num_micro_batches)])[0]:
         counts = {code: itertools.count() for code in (F, R, B)}
-        found.append(tuple(Pass(KINDS[code - 1], next(counts[code])) for code in row if code))
-    return tuple(found)
+        stage_orders.append(tuple(Pass(KINDS[code - 1], next(counts[code])) for code in row if code))
+    return tuple(stage_orders)
 
 
 def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
@@ -87,14 +87,14 @@ def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
         return _by_rules(shapes)
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {schedule!r}")
-    found = []
+    arrays = []
     for num_stages, number in shapes:
         ahead = [
             number if schedule == "gpipe" else min(num_stages - stage, number) for stage in range(num_stages)
         ]
-        each = [[F] * first + [R, B, F] * (number - first) + [R, B] * first for first in ahead]
-        found.append(np.array(each, np.uint8))
-    return found
+        rows = [[F] * first + [R, B, F] * (number - first) + [R, B] * first for first in ahead]
+        arrays.append(np.array(rows, np.uint8))
+    return arrays
 
 
 def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
@@ -104,10 +104,10 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
 
     sizes = [num_stages for num_stages, _ in shapes]
     firsts = np.cumsum([0, *sizes])
-    number = np.repeat([each for _, each in shapes], sizes)
+    number = np.repeat([num_micro_batches for _, num_micro_batches in shapes], sizes)
     is_first, is_last = np.zeros((2, firsts[-1]), bool)
     is_first[firsts[:-1]] = is_last[firsts[1:] - 1] = True
-    found = np.zeros((firsts[-1], 3 * int(number.max())), np.uint8)
+    passes = np.zeros((firsts[-1], 3 * int(number.max())), np.uint8)
     # passes begun; slot; kind
     forward, recomputed, backward, place, free, runs = np.zeros((6, firsts[-1]), int)
     now = 0
@@ -132,12 +132,12 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
             (B, goes_back, backward),
         ):
             rows = np.flatnonzero(chosen)
-            found[rows, place[rows]] = runs[rows] = kind
+            passes[rows, place[rows]] = runs[rows] = kind
             place[rows] += 1
             count[rows] += 1
             free[rows] = now + SLOTS[KINDS[kind - 1]]
         now += 1
     return [
-        found[start:end, : 3 * each]
-        for start, end, (_, each) in zip(firsts, firsts[1:], shapes, strict=False)
+        passes[start:end, : 3 * num_micro_batches]
+        for start, end, (_, num_micro_batches) in zip(firsts, firsts[1:], shapes, strict=False)
     ]

@@ -49,16 +49,16 @@ def take_seat(limit_seconds: float, device: int | str, local_rank: int = -1) -> 
     cannot send tensors in host memory.
     """
     chosen, mine = _offer(device, local_rank)
-    told = json.dumps(mine).encode()
+    message = json.dumps(mine).encode()
     if dist.is_initialized():
         if "cpu:" not in (backend := dist.get_backend_config()):
             raise ValueError(
                 f"expected a process group with a backend for CPU tensors, which carry messages, got {backend}; try"
                 ' init_process_group("cpu:gloo,cuda:nccl"), or leave the call out'
             )
-        offers = _offers(gathered(told, dist.group.WORLD))
+        offers = _offers(gathered(message, dist.group.WORLD))
     elif "WORLD_SIZE" in os.environ:
-        offers = _offers(join(limit_seconds, told, _backend))
+        offers = _offers(join(limit_seconds, message, _backend))
     else:
         offers = [mine]
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -77,22 +77,22 @@ def _offer(device: int | str, local_rank: int) -> tuple[torch.device, Offer]:
         named = torch.device(device)
         return named, Offer(named.type)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    number = next(
-        (each for each in (device, local_rank) if each >= 0), int(os.environ.get("LOCAL_RANK", "0"))
-    )
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if device >= 0 or local_rank >= 0:
+        number = device if device >= 0 else local_rank
     num_local = 0 if device >= 0 else max(number + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     chosen = torch.device("cuda", number) if num_gpus >= max(1, num_local) else torch.device("cpu")
     return chosen, Offer(chosen.type, num_local, num_gpus)
 
 
-def _offers(told: list[bytes]) -> list[Offer]:
-    return [Offer(*json.loads(each)) for each in told]
+def _offers(messages: list[bytes]) -> list[Offer]:
+    return [Offer(*json.loads(message)) for message in messages]
 
 
-def _backend(told: list[bytes]) -> str:
+def _backend(messages: list[bytes]) -> str:
     """Return the backend of a process group for the devices that its ranks have told. gloo alone serves tensors of any
     device."""
-    return "cpu:gloo,cuda:nccl" if {offer.kind for offer in _offers(told)} == {"cuda"} else "gloo"
+    return "cpu:gloo,cuda:nccl" if {offer.kind for offer in _offers(messages)} == {"cuda"} else "gloo"
 
 
 def _note(offers: list[Offer]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -33,41 +33,55 @@ def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[s
     """Return the given pairs of names with their stages. Raises ValueError if a name is unknown or used by no stage, if
     the two shapes differ, if a parameter is used on both sides of a cut but is in no pair, or if more than two stages
     use a parameter."""
-    whole = dict(model.named_parameters(remove_duplicate=False))
+    weights = dict(model.named_parameters(remove_duplicate=False))
     stages: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
         for name, _ in part.module.named_parameters(remove_duplicate=False):
             stages.setdefault(name, []).append(number)
-    found = []
+    shared_weights = []
     for name, other in pairs:
-        for each in (name, other):
-            if each not in whole:
-                raise ValueError(
-                    f"shared_weights: the model has no parameter {each}; try a name of named_parameters()"
-                )
-            if each not in stages:
-                raise ValueError(f"shared_weights: no stage uses {each}")
-        if whole[name].shape != whole[other].shape:
-            raise ValueError(
-                f"shared_weights: expected one shape, got {tuple(whole[name].shape)} of {name} and"
-                f" {tuple(whole[other].shape)} of {other}"
-            )
+        _check_pair(name, other, weights, stages)
         shared = Shared(name, other, stages[name][0], stages[other][-1])
-        if shared.stage != shared.other_stage or whole[name] is not whole[other]:
-            found.append(shared)
-    told = {frozenset((id(whole[name]), id(whole[other]))) for name, other in pairs}
-    for name, weight in whole.items():
-        for other, another in whole.items():
+        if shared.stage != shared.other_stage or weights[name] is not weights[other]:
+            shared_weights.append(shared)
+    _check_all_paired(weights, stages, pairs)
+    return shared_weights
+
+
+def _check_pair(
+    name: str, other: str, weights: Mapping[str, nn.Parameter], stages: Mapping[str, list[int]]
+) -> None:
+    for known in (name, other):
+        if known not in weights:
+            raise ValueError(
+                f"shared_weights: the model has no parameter {known}; try a name of named_parameters()"
+            )
+        if known not in stages:
+            raise ValueError(f"shared_weights: no stage uses {known}")
+    if weights[name].shape != weights[other].shape:
+        raise ValueError(
+            f"shared_weights: expected one shape, got {tuple(weights[name].shape)} of {name} and"
+            f" {tuple(weights[other].shape)} of {other}"
+        )
+
+
+def _check_all_paired(
+    weights: Mapping[str, nn.Parameter], stages: Mapping[str, list[int]], pairs: Sequence[tuple[str, str]]
+) -> None:
+    """Raise ValueError if a parameter is used on both sides of a cut but is in no pair, or is used by more than two
+    stages."""
+    paired = {frozenset((id(weights[name]), id(weights[other]))) for name, other in pairs}
+    for name, weight in weights.items():
+        for other, another in weights.items():
             if another is not weight or name > other or not stages.get(name) or not stages.get(other):
                 continue
-            places = sorted({*stages[name], *stages[other]})
-            if len(places) > 1 and frozenset((id(weight), id(another))) not in told:
+            users = sorted({*stages[name], *stages[other]})
+            if len(users) > 1 and frozenset((id(weight), id(another))) not in paired:
                 raise ValueError(
-                    f"parameter {name} is used by stages {' and '.join(map(str, places))}, on both sides of a cut; try"
+                    f"parameter {name} is used by stages {' and '.join(map(str, users))}, on both sides of a cut; try"
                     f" shared_weights=[({name!r}, {other!r})]"
                 )
-            if len(places) > 2:
+            if len(users) > 2:
                 raise ValueError(
-                    f"parameter {name}: expected at most two stages that use it, got {len(places)}"
+                    f"parameter {name}: expected at most two stages that use it, got {len(users)}"
                 )
-    return found

@@ -59,8 +59,8 @@ class Stage:
         else:
             wanted = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(wanted, list(grads))
-        found = (tensor for tensor, needed in zip(inputs, self.needs_grad, strict=True) if needed)
-        return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found]
+        leaves = (tensor for tensor, needed in zip(inputs, self.needs_grad, strict=True) if needed)
+        return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in leaves]
 
     def forget(self) -> None:
         """Drop all that is kept for backward passes. Call this after forward passes that no backward pass follows."""

@@ -62,15 +62,15 @@ class Inbox:
         the thread, if the thread failed."""
         began = time.monotonic()
         try:
-            found = self.arrived.get(timeout=self.limit_seconds)
+            message = self.arrived.get(timeout=self.limit_seconds)
         except queue.Empty:
             what = "gradient" if self.kind == GRADIENT else "activation"
             text = f"no {what} from rank {self.peer} in {self.limit_seconds:g} s: look at that rank's log"
             raise LostPeer(text) from None
         self.waited_seconds += time.monotonic() - began
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(message, Exception):
+            raise message
+        return message
 
     def close(self) -> None:
         self.expected.put(None)
@@ -114,11 +114,11 @@ class Outbox:
         earliest of these messages."""
         while len(self.under_way) >= IN_FLIGHT:
             self._wait()
-        here = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
+        host_tensors = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
         self.under_way.append(
             [
                 (tensor, dist.isend(tensor, self.peer, tag=tag_of(self.kind, number, index)))
-                for index, tensor in enumerate(here)
+                for index, tensor in enumerate(host_tensors)
             ]
         )
 
@@ -178,15 +178,17 @@ class Transport:
 
 
 def join(
-    timeout_seconds: float, own: bytes = b"", backend_of: Callable[[list[bytes]], str] = lambda told: "gloo"
+    timeout_seconds: float,
+    message: bytes = b"",
+    backend_of: Callable[[list[bytes]], str] = lambda messages: "gloo",
 ) -> list[bytes]:
-    """Make the process group with the other ranks that torchrun's environment variables name. Return the bytes `own` of
-    each rank, in the ranks' order. `backend_of`: returns the group's backend for these bytes, the same in all ranks.
+    """Make the process group with the other ranks that torchrun's environment variables name. Return the message of
+    each rank, in the ranks' order. `backend_of`: returns the group's backend for these messages, the same in all ranks.
     Raises LostPeer, which names the missing ranks, if some ranks do not come within `timeout_seconds`."""
     limit, began = timedelta(seconds=timeout_seconds), time.monotonic()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, limit)
-    store.set(f"here/{rank}", own)
+    store.set(f"here/{rank}", message)
     missing = []
     for other in range(world_size):
         left = max(0.01, timeout_seconds - (time.monotonic() - began))
@@ -199,9 +201,10 @@ def join(
         raise LostPeer(
             f"rank {names} of {world_size} did not come within {timeout_seconds:g} s: look at its log"
         )
-    told = [store.get(f"here/{other}") for other in range(world_size)]
-    dist.init_process_group(backend_of(told), store=store, rank=rank, world_size=world_size, timeout=limit)
-    return told
+    messages = [store.get(f"here/{other}") for other in range(world_size)]
+    backend = backend_of(messages)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    return messages
 
 
 def leave() -> None:
@@ -217,23 +220,23 @@ def _store(rank: int, limit: timedelta) -> Any:
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_host = rank == 0 and not is_agents
     try:
-        found = dist.TCPStore(host, port, None, is_host, limit, wait_for_workers=False)
+        store = dist.TCPStore(host, port, None, is_host, limit, wait_for_workers=False)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         if is_host:
             raise
         who = "the agent" if is_agents else "rank 0"
         raise LostPeer(f"{who} did not answer at {host}:{port} within {limit.total_seconds():g} s") from error
-    return dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", found)
+    return dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def gathered(own: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return the bytes `own` of each rank of the group, in the ranks' order. Without a group return only this process's
-    bytes. Objects are not gathered, because torch would unpickle them, which can run code."""
+def gathered(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return the message of each rank of the group, in the ranks' order. Without a group return only this process's
+    message. Objects are not gathered, because torch would unpickle them, which can run code."""
     if group is None:
-        return [own]
+        return [message]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
-    rooms = [torch.zeros(max(1, *map(int, sizes)), dtype=torch.uint8) for _ in sizes]
-    told = torch.frombuffer(bytearray(own.ljust(len(rooms[0]), b"\0")), dtype=torch.uint8)
-    dist.all_gather(rooms, told, group=group)
-    return [room.numpy().tobytes()[: int(size)] for room, size in zip(rooms, sizes, strict=True)]
+    dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+    buffers = [torch.zeros(max(1, *map(int, sizes)), dtype=torch.uint8) for _ in sizes]
+    padded = torch.frombuffer(bytearray(message.ljust(len(buffers[0]), b"\0")), dtype=torch.uint8)
+    dist.all_gather(buffers, padded, group=group)
+    return [buffer.numpy().tobytes()[: int(size)] for buffer, size in zip(buffers, sizes, strict=True)]

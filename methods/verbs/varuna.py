@@ -143,11 +143,11 @@ def configure(
     """
     from methods.pipeline.config.auto_config import AutoConfig
     from methods.pipeline.config.gpt_costs import GptCosts
-    from methods.pipeline.config.profile import Profile, read
+    from methods.pipeline.config.profile import Profile, read_profile
 
     costs: Profile | GptCosts
     if folder is not None:
-        costs, known = read(folder), "of the profiled device"
+        costs, known = read_profile(folder), "of the profiled device"
     elif not _names_model(words) or words["machine_name"] is None:
         raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
     else:

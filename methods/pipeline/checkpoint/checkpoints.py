@@ -31,21 +31,21 @@ T = TypeVar("T")
 Kind: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
-def read(folder: str | Path, step: int | None = None) -> dict[str, Any]:
+def read_checkpoint(folder: str | Path, step: int | None = None) -> dict[str, Any]:
     """Read a whole checkpoint in one process. `step`: the checkpoint's step; None: the newest complete checkpoint. The
     keys of the result are `weights.NAME`, `optimizer.NAME.STATE` and, with values in JSON, `options.NAME` and
     `progress`. Raises ValueError if the folder has no complete checkpoint of this step."""
     path, _ = choose(folder, step)
-    return _read(path, list(_metadata(path)))
+    return _read_values(path, list(_metadata(path)))
 
 
 class Checkpoints:
     """Writes this rank's share of each checkpoint, and reads the values of this rank's stage.
 
     `masters`: the stage's weights in fp32, by name. `optimizer`: holds the masters' states and options. `names`: names
-    of the weights that this stage writes, in the same order on all its replicas. `place`: stage, replica, number of
-    replicas. `other_names`: for each name of a shared weight, its other name; None: no weight is shared. All ranks must
-    make this object together.
+    of the weights that this stage writes, in the same order on all its replicas. `position`: stage, replica, number
+    of replicas. `other_names`: for each name of a shared weight, its other name; None: no weight is shared. All ranks
+    must make this object together.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Checkpoints:
         masters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         names: list[str],
-        place: tuple[int, int, int],
+        position: tuple[int, int, int],
         other_names: Mapping[str, str] | None = None,
     ) -> None:
         self.masters, self.optimizer = masters, optimizer
         self.other_names = dict(other_names or {})
-        stage, replica, num_replicas = place
+        stage, replica, num_replicas = position
         self.written = names[replica::num_replicas]
         self.is_first = stage == 0 and replica == 0
         # The writing thread has a process group of its own, because its messages must not mix with training's messages.
@@ -82,7 +82,7 @@ class Checkpoints:
         if self.is_first:
             state["progress"] = json.dumps(progress)
         executor = ThreadPoolExecutor(1)
-        self.under_way = executor.submit(files.write, state, path, self.group)
+        self.under_way = executor.submit(files.write_checkpoint, state, path, self.group)
         executor.shutdown(wait=False)
         return self.under_way
 
@@ -100,78 +100,81 @@ class Checkpoints:
         Raises ValueError, with nothing changed, if the checkpoint is of another model or was not written by this class.
         """
         path, chosen = choose(folder, step)
-        there = _metadata(path)
+        entries = _metadata(path)
         # If a shared weight was one parameter when the checkpoint was written, the checkpoint has it under only one of
         # its two names.
         stored = {
-            name: name if f"weights.{name}" in there else self.other_names.get(name, "")
+            name: name if f"weights.{name}" in entries else self.other_names.get(name, "")
             for name in self.masters
         }
-        if missing := [name for name, other in stored.items() if f"weights.{other}" not in there]:
+        if missing := [name for name, other in stored.items() if f"weights.{other}" not in entries]:
             raise ValueError(f"{path}: expected this model's weights, got none of {', '.join(missing[:3])}")
         wanted = ["progress"]
         for name in stored.values():
             wanted += [f"weights.{name}", f"options.{name}"]
-            wanted += [key for key in there if key.startswith(f"optimizer.{name}.")]
+            wanted += [key for key in entries if key.startswith(f"optimizer.{name}.")]
         for name, master in self.masters.items():
-            here, theirs = _kind(master), _kind(there[f"weights.{stored[name]}"])
-            if here != theirs:
-                raise ValueError(f"{path}: {name}: expected {_told(here)}, got {_told(theirs)}")
-        with _told_of(path):
+            expected, got = _kind(master), _kind(entries[f"weights.{stored[name]}"])
+            if expected != got:
+                raise ValueError(f"{path}: {name}: expected {_kind_text(expected)}, got {_kind_text(got)}")
+        with _one_line_errors(path):
             for name, master in self.masters.items():
-                self._check_state(stored[name], master, there)
-        found = _read(path, wanted)
-        with _told_of(path):
-            progress = checked(form, json.loads(found["progress"]))
+                self._check_state(stored[name], master, entries)
+        values = _read_values(path, wanted)
+        with _one_line_errors(path):
+            progress = checked(form, json.loads(values["progress"]))
             options = {
-                name: self._options(stored[name], master, found) for name, master in self.masters.items()
+                name: self._options(stored[name], master, values) for name, master in self.masters.items()
             }
         for name, master in self.masters.items():
             with torch.no_grad():
-                master.copy_(found[f"weights.{stored[name]}"])
-            self._take_state(stored[name], master, found)
+                master.copy_(values[f"weights.{stored[name]}"])
+            self._take_state(stored[name], master, values)
             self._group_of(master).update(options[name])
         return chosen, progress
 
     def _state(self, name: str) -> dict[str, Any]:
         master = self.masters[name]
-        found: dict[str, Any] = {f"weights.{name}": master}
-        found |= {
+        state: dict[str, Any] = {f"weights.{name}": master}
+        state |= {
             f"optimizer.{name}.{key}": value for key, value in self.optimizer.state.get(master, {}).items()
         }
         group = self._group_of(master).items()
         options = {key: value for key, value in group if key != "params" and isinstance(value, PLAIN)}
-        return found | {f"options.{name}": json.dumps(options)}
+        return state | {f"options.{name}": json.dumps(options)}
 
-    def _check_state(self, name: str, master: nn.Parameter, there: Mapping[str, Any]) -> None:
+    def _check_state(self, name: str, master: nn.Parameter, entries: Mapping[str, Any]) -> None:
         """Raise ValueError unless each of the weight's states in the checkpoint has the weight's shape and dtype, or is
         a single fp32 number. torch's fused update accesses as many elements of a state as the weight has, so the update
         would read beyond the end of a smaller state."""
         if type(self.optimizer) not in FUSED:
             return
-        state = _of(f"optimizer.{name}.", there)
+        state = _of(f"optimizer.{name}.", entries)
         if type(self.optimizer) in FUSED[:2] and state and state.keys() - {"max_exp_avg_sq"} != ADAMS:
             raise ValueError(
                 f"{name}: expected optimizer states {', '.join(sorted(ADAMS))}, got {', '.join(sorted(state))}"
             )
-        here = _kind(master)
+        expected = _kind(master)
         for key, kind in state.items():
             is_number = _kind(kind) == (torch.Size(), torch.float32)
-            if _kind(kind) != here and not is_number:
-                raise ValueError(f"{key} of {name}: expected {_told(here)}, got {_told(_kind(kind))}")
+            if _kind(kind) != expected and not is_number:
+                raise ValueError(
+                    f"{key} of {name}: expected {_kind_text(expected)}, got {_kind_text(_kind(kind))}"
+                )
 
-    def _options(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _options(self, name: str, master: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a weight's optimizer options from the checkpoint. Raises ValueError if an option has another type than
         the optimizer's current option."""
-        options, group = json.loads(found[f"options.{name}"]), self._group_of(master)
+        options, group = json.loads(values[f"options.{name}"]), self._group_of(master)
         for key, value in options.items():
             if not isinstance(value, PLAIN) or (key in group and not _alike(value, group[key])):
-                told = f"expected a value like {group.get(key)!r:.80}, got {value!r:.80}"
-                raise ValueError(f"option {key} of {name}: {told}")
+                raise ValueError(
+                    f"option {key} of {name}: expected a value like {group.get(key)!r:.80}, got {value!r:.80}"
+                )
         return dict(options)
 
-    def _take_state(self, name: str, master: nn.Parameter, found: Mapping[str, Any]) -> None:
-        if state := _of(f"optimizer.{name}.", found):
+    def _take_state(self, name: str, master: nn.Parameter, values: Mapping[str, Any]) -> None:
+        if state := _of(f"optimizer.{name}.", values):
             # The state "step" goes where torch's optimizers keep it: on the device if the optimizer is fused, else on
             # the host.
             self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
@@ -182,7 +185,7 @@ class Checkpoints:
 
     def _group_of(self, master: nn.Parameter) -> dict[str, Any]:
         for group in self.optimizer.param_groups:
-            if any(each is master for each in group["params"]):
+            if any(weight is master for weight in group["params"]):
                 return group
         raise ValueError(
             "the optimizer lacks a parameter of this model; try an optimizer of model.parameters()"
@@ -201,20 +204,20 @@ def _kind(value: Any) -> Kind:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 
-def _told(kind: Kind) -> str:
+def _kind_text(kind: Kind) -> str:
     return f"{str(kind[1]).removeprefix('torch.')} of shape {tuple(kind[0])}" if kind else "no tensor"
 
 
-def _alike(value: Any, here: Any) -> bool:
-    if isinstance(here, list | tuple):
-        return isinstance(value, list) and len(value) == len(here) and all(map(_alike, value, here))
-    if value is None or here is None:  # None: torch chooses the value
-        return isinstance(here if value is None else value, bool | None)
-    return isinstance(value, str) if isinstance(here, str) else isinstance(value, int | float)
+def _alike(value: Any, current: Any) -> bool:
+    if isinstance(current, list | tuple):
+        return isinstance(value, list) and len(value) == len(current) and all(map(_alike, value, current))
+    if value is None or current is None:  # None: torch chooses the value
+        return isinstance(current if value is None else value, bool | None)
+    return isinstance(value, str) if isinstance(current, str) else isinstance(value, int | float)
 
 
 @contextlib.contextmanager
-def _told_of(path: Path) -> Iterator[None]:
+def _one_line_errors(path: Path) -> Iterator[None]:
     """Within this context, turn errors from a damaged or foreign checkpoint into a ValueError of one line."""
     try:
         yield
@@ -226,16 +229,16 @@ def _metadata(path: Path) -> Mapping[str, Any]:
     return files.metadata(path).state_dict_metadata
 
 
-def _read(path: Path, wanted: list[str]) -> dict[str, Any]:
-    there = _metadata(path)
-    if missing := [name for name in wanted if name not in there]:
+def _read_values(path: Path, wanted: list[str]) -> dict[str, Any]:
+    entries = _metadata(path)
+    if missing := [name for name in wanted if name not in entries]:
         raise files.unreadable(path, ValueError(f"it lacks {missing[0]}"))
     state: dict[str, Any] = {}
     for name in wanted:
-        kind = _kind(there[name])
+        kind = _kind(entries[name])
         state[name] = torch.empty(kind[0], dtype=kind[1]) if kind else None
     with warnings.catch_warnings():
         # torch warns that one process reads alone, as each rank does here
         warnings.simplefilter("ignore", UserWarning)
-        files.load(path, state)
+        files.load_values(path, state)
     return state

@@ -90,7 +90,7 @@ class _Unpickler(pickle._Unpickler):  # Python's version, because the C version'
 
 
 class Reader(dcp.FileSystemReader):
-    def read_metadata(self, *args: Any, **words: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return metadata(Path(self.path))
 
 
@@ -105,29 +105,27 @@ class Planner(DefaultLoadPlanner):
 
 def table(data: bytes) -> Metadata:
     """Load a table of contents from a pickle that is not trusted."""
-    found = _Unpickler(io.BytesIO(data)).load()
-    if not isinstance(found, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
-    return found
+    contents = _Unpickler(io.BytesIO(data)).load()
+    if not isinstance(contents, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(contents).__name__}")
+    return contents
 
 
 def metadata(path: Path) -> Metadata:
     """Return the table of contents of the checkpoint in this folder. Raises ValueError if there is no valid table, or
     if the files hold fewer bytes than the table says."""
     try:
-        found = table(read_bytes(path / COMPLETE))
-        told, there = (
-            sum(map(_num_bytes, found.state_dict_metadata.values())),
-            sum(map(_size, path.iterdir())),
-        )
-        if told > there:
-            raise ValueError(f"expected files with the table's {told} bytes of tensors, got {there} bytes")
-        for stored in (found.storage_data or {}).values():
+        contents = table(read_bytes(path / COMPLETE))
+        expected = sum(map(_num_bytes, contents.state_dict_metadata.values()))
+        size = sum(map(_size, path.iterdir()))
+        if expected > size:
+            raise ValueError(f"expected files with the table's {expected} bytes of tensors, got {size} bytes")
+        for stored in (contents.storage_data or {}).values():
             _check_inside(stored)
-        found.storage_meta = found.storage_meta or StorageMeta()
+        contents.storage_meta = contents.storage_meta or StorageMeta()
     except Exception as error:  # reading damaged or foreign bytes may raise anything
         raise unreadable(path, error) from error
-    return found
+    return contents
 
 
 def _num_bytes(kind: Any) -> int:
@@ -156,7 +154,7 @@ def _size(file: Path) -> int:
     return status.st_size
 
 
-def load(path: Path, state: dict[str, Any]) -> None:
+def load_values(path: Path, state: dict[str, Any]) -> None:
     """Fill `state`, in place, with the values that the checkpoint in this folder has under the same keys. Raises
     ValueError if a file is damaged."""
     try:
@@ -169,17 +167,19 @@ def unreadable(path: Path, error: BaseException) -> ValueError:
     """Return a ValueError of one line that tells the first cause of `error`, even if torch has wrapped the cause in
     another error."""
     cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    told = (str(cause).splitlines() or [""])[0] or type(cause).__name__
-    if told.startswith("Weights only load failed"):
+    reason = (str(cause).splitlines() or [""])[0] or type(cause).__name__
+    if reason.startswith("Weights only load failed"):
         # name only the class, without torch's advice to allow running code
         named = re.search(r"GLOBAL (\S+)", str(cause))
-        told = f"an item names {named[1]}, which is no plain value" if named else "an item is no plain value"
+        reason = (
+            f"an item names {named[1]}, which is no plain value" if named else "an item is no plain value"
+        )
     return ValueError(
-        f"{path}: expected a checkpoint, got damaged or foreign files: {told}; try an older step"
+        f"{path}: expected a checkpoint, got damaged or foreign files: {reason}; try an older step"
     )
 
 
-def write(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
+def write_checkpoint(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
     """Write a whole checkpoint to this folder, from the state of each rank of the group (None: this process is alone).
     All ranks must call this. If one rank cannot write its part, all ranks raise an error."""
     rank = dist.get_rank(group) if group else 0
@@ -195,21 +195,21 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
     planner.set_up_planner(state, is_coordinator=True)
     # makes torch name the file by the rank
     writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
-    [plan], found = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    [plan], contents = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     [plan] = writer.prepare_global_plan([plan])
     results = writer.write_data(planner.finish_plan(plan), planner).value()
-    found.storage_data = {result.index: result.storage_data for result in results}
-    return pickle.dumps(found)
+    contents.storage_data = {result.index: result.storage_data for result in results}
+    return pickle.dumps(contents)
 
 
 def _complete(path: Path, tables: list[bytes]) -> bytes:
     """Join the tables of all ranks' files and write the whole table. The table is written after all files, because the
     table marks the checkpoint as complete. Return b"", because _together() expects bytes."""
     whole, results = Metadata({}, planner_data={}), list[WriteResult]()
-    for found in map(table, tables):
-        whole.state_dict_metadata |= found.state_dict_metadata
-        whole.planner_data |= found.planner_data
-        results += [WriteResult(index, 0, place) for index, place in found.storage_data.items()]
+    for contents in map(table, tables):
+        whole.state_dict_metadata |= contents.state_dict_metadata
+        whole.planner_data |= contents.planner_data
+        results += [WriteResult(index, 0, storage) for index, storage in contents.storage_data.items()]
     dcp.FileSystemWriter(path).finish(whole, [results])
     return b""
 
@@ -217,14 +217,14 @@ def _complete(path: Path, tables: list[bytes]) -> bytes:
 def _together(work: Callable[[], bytes], path: Path, group: dist.ProcessGroup | None) -> list[bytes]:
     """Call work() on each rank, and return the results of all ranks. If work() fails on one rank, all ranks raise an
     error."""
-    error, own = None, b""
+    error, message = None, b""  # an empty message tells the other ranks of an error
     try:
-        own = b"." + work()
+        message = b"." + work()
     except Exception as raised:
         error = raised
-    told = gathered(own, group)
+    messages = gathered(message, group)
     if error:
         raise error
-    if failed := [str(rank) for rank, each in enumerate(told) if not each]:
+    if failed := [str(rank) for rank, result in enumerate(messages) if not result]:
         raise OSError(f"rank {', '.join(failed)} could not write its part of {path}")
-    return [each[1:] for each in told]
+    return [result[1:] for result in messages]

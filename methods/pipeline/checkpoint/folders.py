@@ -35,8 +35,8 @@ def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
     ValueError if the folder has no complete checkpoint of this step."""
     steps = complete_steps(folder)
     if not steps or (step is not None and step not in steps):
-        there = f"steps {', '.join(map(str, steps))}" if steps else "none"
+        present = f"steps {', '.join(map(str, steps))}" if steps else "none"
         wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
-        raise ValueError(f"{folder}: expected {wanted}, got {there}")
+        raise ValueError(f"{folder}: expected {wanted}, got {present}")
     chosen = steps[-1] if step is None else step
     return folder_of(folder, chosen), chosen

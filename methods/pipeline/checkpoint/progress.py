@@ -36,7 +36,7 @@ class GptProgress(Progress):
     source: str = ""  # hash of the source code that trained these steps
 
     def __post_init__(self) -> None:
-        lengths = {len(each) for each in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
+        lengths = {len(column) for column in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
         if len(lengths) > 1:
             raise ValueError(
                 f"expected equally many losses, norms, loss scales and skips, got {sorted(lengths)} of them"
@@ -67,9 +67,9 @@ class GptProgress(Progress):
         """Return all steps up to the checkpoint. Raises ValueError if the checkpoint is of another workload, or lacks
         losses of some steps. `folder`: named in the error."""
         for name, value in asdict(workload).items():
-            if (there := self.workload.get(name)) != value:
+            if (stored := self.workload.get(name)) != value:
                 raise ValueError(
-                    f"{folder}: expected a checkpoint with {name} {value}, got {there}; try another folder"
+                    f"{folder}: expected a checkpoint with {name} {value}, got {stored}; try another folder"
                 )
         if len(self.loss) != self.num_steps:
             raise ValueError(

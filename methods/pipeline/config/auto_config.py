@@ -21,7 +21,7 @@ from harness.base.counted import counted
 from harness.core.job import gib
 from harness.plan.resources import sum_sent
 from methods.pipeline.config.gpt_costs import GptCosts
-from methods.pipeline.config.profile import GRADIENT_BYTES, Profile, read
+from methods.pipeline.config.profile import GRADIENT_BYTES, Profile, read_profile
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import step_seconds
 
@@ -144,7 +144,9 @@ class AutoConfig:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self.num_gpus, self.gpus_per_vm, self.batch_size = num_gpus, gpus_per_vm, batch_size
         self.num_stages, self.schedule, self.takes_all = num_stages, schedule, takes_all
-        self.costs = read(profile_folder) if isinstance(profile_folder, str | Path) else profile_folder
+        self.costs = (
+            read_profile(profile_folder) if isinstance(profile_folder, str | Path) else profile_folder
+        )
         self.capacity = gpu_memory_capacity or self.costs.device_bytes
         messages = self.costs.messages
         alike = [each for each in messages if each.is_one_machine == (num_gpus <= gpus_per_vm)] or messages

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.plan.resources import copy_seconds, device_update_seconds
-from methods.pipeline.config.partition import gpt_stages, passes_of, stage_bytes
+from methods.pipeline.config.partition import PipelineShape, gpt_stages, passes_of, stage_bytes
 from methods.pipeline.config.profile import Message, StageCost, Sum
 from methods.pipeline.schedule import SLOTS
 
@@ -47,16 +47,22 @@ class GptCosts:
         possible. Cut n is after layer n."""
         # at most one stage for each layer, and one for the head
         possible = range(1, self.workload.num_layers + 2)
-        found = {number: gpt_stages(self.workload, number) for number in numbers if number in possible}
-        return {number: [stage.layers.stop - 1 for stage in stages[:-1]] for number, stages in found.items()}
+        stages_by_number = {
+            number: gpt_stages(self.workload, number) for number in numbers if number in possible
+        }
+        return {
+            number: [stage.layers.stop - 1 for stage in stages[:-1]]
+            for number, stages in stages_by_number.items()
+        }
 
     def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
         """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of
         all replicas."""
         whole = replace(self.workload, batch_size=batch_size, micro_batches=1)
-        stages, found = gpt_stages(self.workload, len(cuts) + 1), []
+        stages, costs = gpt_stages(self.workload, len(cuts) + 1), []
+        shape = PipelineShape(len(stages), num_replicas, size, self.schedule)
         for number, stage in enumerate(stages):
-            needs = stage_bytes(whole, stage, (number, len(stages)), size, num_replicas, self.schedule)
+            needs = stage_bytes(whole, stage, number, shape)
             count, update, passes = stage.num_params(self.workload), 0.0, dict.fromkeys(SLOTS, 0.0)
             if self.rates:
                 passes = passes_of(self.workload, stage, size, self.rates, self.num_sharing)
@@ -69,8 +75,8 @@ class GptCosts:
             if self.schedule == "varuna" and self.rates and not self.rates.is_host:
                 # elsewhere NCCL needs no copies
                 copied = copy_seconds(2 * sent, self.rates)
-            found.append(StageCost(passes, count, update, sum(needs.values()), sent, copied))
-        return found
+            costs.append(StageCost(passes, count, update, sum(needs.values()), sent, copied))
+        return costs
 
     def _sent_bytes(self, size: int) -> int:
         return replace(self.workload, batch_size=size, micro_batches=1).boundary_bytes

@@ -79,22 +79,22 @@ def one_line(error: Exception) -> str:
 def main() -> None:
     """Entry point; reads the order, an object in JSON, from standard input. The answer is the ranks' note."""
     order = json.load(sys.stdin)
-    num_ranks, told = order["num_ranks"], dict[int, str]()
+    num_ranks, messages = order["num_ranks"], dict[int, str]()
     if num_ranks == 1:
         try:
-            told[0] = measure(order)
+            messages[0] = measure(order)
         except Exception as error:
             traceback.print_exc()
             sys.exit(one_line(error))
     else:
-        agent = OneRound(lambda rank, data: told.update({rank: data.decode(errors="replace")}))
+        agent = OneRound(lambda rank, data: messages.update({rank: data.decode(errors="replace")}))
         failed = agent.meet(partial(measure_as_rank, order), num_ranks, num_ranks, Rendezvous())
         if agent.is_interrupted:
             sys.exit("interrupted")
         if failed:
-            first = min(failed, key=lambda rank: bool(LOST_RANK.search(told.get(rank, ""))))
-            sys.exit(f"rank {first}: {told.get(first, f'exit code {failed[first]}')}")
-    print(json.dumps(told.get(0, "")))
+            first = min(failed, key=lambda rank: bool(LOST_RANK.search(messages.get(rank, ""))))
+            sys.exit(f"rank {first}: {messages.get(first, f'exit code {failed[first]}')}")
+    print(json.dumps(messages.get(0, "")))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from harness.core.job import Workload
 from harness.core.rates import Rates
@@ -44,6 +45,15 @@ class GptStage:
         return " and ".join([*names, *["head"] * self.is_last])
 
 
+class PipelineShape(NamedTuple):
+    """How many stages and replicas share a batch, and how. `chunk_size`: samples of a micro-batch."""
+
+    num_stages: int
+    num_replicas: int
+    chunk_size: int
+    schedule: str
+
+
 @functools.lru_cache(maxsize=256)
 def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
     """Return the model's stages, in order, cut so that the longest stage takes as little time as possible. Each stage
@@ -53,18 +63,23 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
 
     def counts(bound: float) -> list[int]:
         pairs = zip(flops, least, strict=True)
-        return [max(fewest, math.floor((bound - own) / layer)) for (layer, own), fewest in pairs]
+        return [max(fewest, math.floor((bound - beside) / layer)) for (layer, beside), fewest in pairs]
 
-    low, high = 0.0, sum(layer for layer, _ in flops) * workload.num_layers + sum(own for _, own in flops)
+    low, high = (
+        0.0,
+        sum(layer for layer, _ in flops) * workload.num_layers + sum(beside for _, beside in flops),
+    )
     for _ in range(64):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(counts(middle)) >= workload.num_layers else (middle, high)
-    found = counts(high)
-    for _ in range(sum(found) - workload.num_layers):
-        movable = [stage for stage in range(num_stages) if found[stage] > least[stage]]
-        found[max(movable, key=lambda stage: found[stage] * flops[stage][0] + flops[stage][1])] -= 1
+    num_layers_of = counts(high)
+    for _ in range(sum(num_layers_of) - workload.num_layers):
+        movable = [stage for stage in range(num_stages) if num_layers_of[stage] > least[stage]]
+        num_layers_of[
+            max(movable, key=lambda stage: num_layers_of[stage] * flops[stage][0] + flops[stage][1])
+        ] -= 1
     stages, start = [], 0
-    for stage, num_layers in enumerate(found):
+    for stage, num_layers in enumerate(num_layers_of):
         stages.append(GptStage(start, num_layers, stage == 0, stage == num_stages - 1))
         start += num_layers
     return tuple(stages)
@@ -91,8 +106,8 @@ def passes_of(
     number of ranks that share the device."""
     heads = {"F": _head_flops(workload, stage), "R": 0.0, "B": 0.0}
     return {
-        kind: pass_seconds(chunk_size * (each - heads[kind]), chunk_size * heads[kind], rates, num_sharing)
-        for kind, each in pass_flops(workload, stage).items()
+        kind: pass_seconds(chunk_size * (flops - heads[kind]), chunk_size * heads[kind], rates, num_sharing)
+        for kind, flops in pass_flops(workload, stage).items()
     }
 
 
@@ -105,52 +120,59 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
     return layer["F"] + layer["B"] + layer["R"] * (not is_last), beside
 
 
-def stage_bytes(
-    workload: Workload,
-    stage: GptStage,
-    place: tuple[int, int],
-    chunk_size: int,
-    num_replicas: int,
-    schedule: str,
-) -> dict[str, int]:
-    """Return the bytes that a rank with this stage needs, by kind. `place`: the stage's number, and the number of
-    stages. `chunk_size`: samples of a micro-batch."""
-    number, num_stages = place
-    num_micro_batches = -(-workload.batch_size // num_replicas // chunk_size)
-    part = replace(workload, batch_size=chunk_size, micro_batches=1)
-    params, size, boundary = stage.num_params(workload), workload.weight_bytes, part.boundary_bytes
-    anatomy, per_layer = workload.anatomy, saved_boundaries(part)
-    embedding = size * max(map(math.prod, anatomy.embedding.values()))
-    head = part.head_bytes if stage.is_last else 0
-    if schedule == "varuna" or num_stages == 1:
-        # A stage keeps its inputs for all micro-batches, and all that the backward pass of a single micro-batch needs.
-        saved = math.ceil(per_layer * stage.num_layers) * boundary
-        inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
-        layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0
-        # A tied head's gradient is kept until the gradient of the embedding's look-up is added to it.
-        tied = embedding if num_stages == 1 and anatomy.is_tied else 0
-        moments = [
-            inputs + saved + max(layer + tied, head),
-            (embedding + tied + 4 * boundary) * stage.is_first,
-        ]
-        messages = 0 if num_stages == 1 else 2 * IN_FLIGHT * boundary
+def stage_bytes(workload: Workload, stage: GptStage, number: int, shape: PipelineShape) -> dict[str, int]:
+    """Return the bytes that a rank with this stage needs, by kind. `number`: the stage's number."""
+    num_micro_batches = -(-workload.batch_size // shape.num_replicas // shape.chunk_size)
+    part = replace(workload, batch_size=shape.chunk_size, micro_batches=1)
+    params = stage.num_params(workload)
+    if shape.schedule == "varuna" or shape.num_stages == 1:
+        moments = _moments_of_recompute(part, stage, num_micro_batches, is_alone=shape.num_stages == 1)
+        messages = 0 if shape.num_stages == 1 else 2 * IN_FLIGHT * part.boundary_bytes
     else:
-        # A stage keeps each layer's input for every micro-batch under way; the last stage also keeps the head's
-        # gradients, which are computed with the loss.
-        ahead = num_micro_batches if schedule == "gpipe" else min(num_stages - number, num_micro_batches)
-        kept = (
-            ahead * (stage.num_layers + 1) * boundary + (ahead - 1) * (embedding + boundary) * stage.is_last
-        )
-        layer = part.layer_bytes if stage.num_layers else 0
-        moments = [kept + max(layer, head), (kept + embedding + 2 * boundary) * stage.is_first]
+        ahead = num_micro_batches
+        if shape.schedule != "gpipe":
+            ahead = min(shape.num_stages - number, num_micro_batches)
+        moments = _moments_of_graphs(part, stage, ahead)
         # For each micro-batch torch has a buffer for the input from the stage below, and one for the gradient from the
         # stage above.
-        messages = num_micro_batches * boundary * ((not stage.is_first) + (not stage.is_last))
-    moments.append(0 if num_replicas == 1 else min(4 * params, BUCKET_BYTES))  # gradients that replicas sum
+        messages = num_micro_batches * part.boundary_bytes * ((not stage.is_first) + (not stage.is_last))
+    # gradients that replicas sum
+    moments.append(0 if shape.num_replicas == 1 else min(4 * params, BUCKET_BYTES))
     return {
-        "weights": size * params,
+        "weights": workload.weight_bytes * params,
         "gradients": 4 * params,
         "optimizer": OPTIMIZER_BYTES[workload.dtype] * params,
         "activations": max(moments) + part.given_bytes,
         "buffers": messages,
     }
+
+
+def _moments_of_recompute(
+    part: Workload, stage: GptStage, num_micro_batches: int, *, is_alone: bool
+) -> list[int]:
+    """Return the bytes of activations at moments of a step of Varuna. A stage keeps its inputs for all micro-batches,
+    and all that the backward pass of a single micro-batch needs. `part`: the workload of one micro-batch. `is_alone`:
+    True: the pipeline has no other stage."""
+    boundary, per_layer, embedding = part.boundary_bytes, saved_boundaries(part), _embedding_bytes(part)
+    saved = math.ceil(per_layer * stage.num_layers) * boundary
+    inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
+    layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0
+    head = part.head_bytes if stage.is_last else 0
+    # A tied head's gradient is kept until the gradient of the embedding's look-up is added to it.
+    tied = embedding if is_alone and part.anatomy.is_tied else 0
+    return [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
+
+
+def _moments_of_graphs(part: Workload, stage: GptStage, ahead: int) -> list[int]:
+    """Return the bytes of activations at moments of a step of torch's schedules. A stage keeps each layer's input for
+    every micro-batch under way; the last stage also keeps the head's gradients, which are computed with the loss.
+    `part`: the workload of one micro-batch. `ahead`: most micro-batches under way."""
+    boundary, embedding = part.boundary_bytes, _embedding_bytes(part)
+    kept = ahead * (stage.num_layers + 1) * boundary + (ahead - 1) * (embedding + boundary) * stage.is_last
+    layer = part.layer_bytes if stage.num_layers else 0
+    head = part.head_bytes if stage.is_last else 0
+    return [kept + max(layer, head), (kept + embedding + 2 * boundary) * stage.is_first]
+
+
+def _embedding_bytes(workload: Workload) -> int:
+    return workload.weight_bytes * max(map(math.prod, workload.anatomy.embedding.values()))

@@ -124,35 +124,35 @@ class Profile:
         costs = self.at(size)
         below = [cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs]
         last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
-        found = enumerate(group(below, last, [section.num_params > 0 for section in self.sections]), start=1)
-        return {number: cuts for number, cuts in found if cuts is not None and number in numbers}
+        has_parameters = [section.num_params > 0 for section in self.sections]
+        groupings = enumerate(group(below, last, has_parameters), start=1)
+        return {number: cuts for number, cuts in groupings if cuts is not None and number in numbers}
 
     def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
         """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of
         all replicas."""
         costs, num_micro_batches = self.at(size), -(-batch_size // num_replicas // size)
-        starts, found = [0, *(cut + 1 for cut in cuts)], []
+        starts, stages = [0, *(cut + 1 for cut in cuts)], []
         for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
-            sections, own = self.sections[start:end], costs[start:end]
+            sections, stage_costs = self.sections[start:end], costs[start:end]
             num_params, is_last = sum(section.num_params for section in sections), end == len(costs)
             # A stage keeps the tensors that it has received for all micro-batches. The last stage completes each
             # micro-batch at once, so it keeps the tensors of a single one.
-            received = (
-                costs[start - 1].activation_bytes * (1 if is_last else num_micro_batches) if number else 0
-            )
+            num_kept = 1 if is_last else num_micro_batches
+            received = costs[start - 1].activation_bytes * num_kept if number else 0
             summed = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
             state = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params
-            found.append(
+            stages.append(
                 StageCost(
-                    _passes(own, is_last=is_last),
+                    _passes(stage_costs, is_last=is_last),
                     num_params,
                     sum(section.update_seconds for section in sections),
-                    state + max(received + _graph_bytes(own), summed),
-                    own[-1].activation_bytes,
-                    own[-1].copy_seconds,
+                    state + max(received + _graph_bytes(stage_costs), summed),
+                    stage_costs[-1].activation_bytes,
+                    stage_costs[-1].copy_seconds,
                 )
             )
-        return found
+        return stages
 
     def write(self, folder: str | Path) -> Path:
         path = Path(folder) / FILE
@@ -166,12 +166,9 @@ def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
         sum(getattr(cost, f"{name}_seconds") for cost in costs)
         for name in ("forward", "recompute", "backward")
     )
-    # The last stage's forward pass keeps all that the backward pass needs, so it costs as much as a recompute.
-    return (
-        {"F": recompute, "R": 0.0, "B": backward}
-        if is_last
-        else {"F": forward, "R": recompute, "B": backward}
-    )
+    if is_last:  # its forward pass keeps all that the backward pass needs, so it costs as much as a recompute
+        return {"F": recompute, "R": 0.0, "B": backward}
+    return {"F": forward, "R": recompute, "B": backward}
 
 
 def _graph_bytes(costs: Sequence[SectionCost]) -> int:
@@ -184,7 +181,7 @@ def _graph_bytes(costs: Sequence[SectionCost]) -> int:
     return peak
 
 
-def read(folder: str | Path) -> Profile:
+def read_profile(folder: str | Path) -> Profile:
     """Read the profile in this folder. Raises ValueError if there is no profile or it is not valid."""
     path = Path(folder) / FILE
     try:

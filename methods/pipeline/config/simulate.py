@@ -85,17 +85,17 @@ def simulate(
         )
 
     pipeline = (seconds, num_micro_batches, network.sends(len(seconds)))
-    found = run_lines(
+    runs = run_lines(
         lines(schedule, [pipeline] * num_replicas, is_opportunistic=is_opportunistic),
         sends_at_once=network.sends_at_once,
         noise=noisy,
         keeps_units=keeps_units,
     )
-    ended = np.max([run.ended for run in found], axis=0)
-    busy = sum(float(run.busy.sum()) for run in found)
+    ended = np.max([run.ended for run in runs], axis=0)
+    busy = sum(float(run.busy.sum()) for run in runs)
     return PipelineRun(
         float(ended.max()) + (network.sum_seconds if num_replicas > 1 else 0.0),
         1 - busy / (num_replicas * len(seconds) * float(ended.max())),
-        found[0].starts,
-        found[0].ends,
+        runs[0].starts,
+        runs[0].ends,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from methods.pipeline.config.auto_config import AutoConfig
-from methods.pipeline.config.profile import read
+from methods.pipeline.config.profile import read_profile
 from methods.pipeline.rank_map import RankMap
 
 
@@ -50,7 +50,7 @@ class SpreadChoice:
         if (self.num_stages is None or self.chunk_size is None) == (self.profile is None):
             raise ValueError("expected either --nstages and --chunk-size, or --profile FOLDER to choose both")
         if self.profile:
-            read(self.profile)
+            read_profile(self.profile)
 
     def spread(self, num_workers: int) -> Spread:
         """Return a configuration of the job for at most `num_workers` ranks.

@@ -35,30 +35,30 @@ def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     *lines, _ = read_text(path).split("\n")
-    return [_read(line, f"{path}, line {number}", needed) for number, line in enumerate(lines, start=1)]
+    return [_parse(line, f"{path}, line {number}", needed) for number, line in enumerate(lines, start=1)]
 
 
-def _read(text: str, place: str, needed: Sequence[str] = ()) -> dict[str, Any]:
+def _parse(text: str, source: str, needed: Sequence[str] = ()) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        values = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    is_known = isinstance(found, dict) and set(needed) <= found.keys()
-    has_numbers = is_known and all(type(found.get(name, 0)) is int for name in NUMBERS)
-    if not has_numbers or type(found.get("saved") or 0) is not int:
+        values = None
+    is_known = isinstance(values, dict) and set(needed) <= values.keys()
+    has_numbers = is_known and all(type(values.get(name, 0)) is int for name in NUMBERS)
+    if not has_numbers or type(values.get("saved") or 0) is not int:
         raise ValueError(
-            f"{place}: expected JSON that a launcher wrote, got {text[:60]!r}; try another --folder"
+            f"{source}: expected JSON that a launcher wrote, got {text[:60]!r}; try another --folder"
         )
-    return found
+    return values
 
 
-def step_line(told: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the record's line for a step. `told`: the report of each rank, by the rank's number. The number of samples
-    is the sum over the first stage's ranks, because only these ranks report samples."""
-    owners = [event for event in told.values() if "data" in event]
+def step_line(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the record's line for a step. `reports`: the report of each rank, by the rank's number. The number of
+    samples is the sum over the first stage's ranks, because only these ranks report samples."""
+    owners = [event for event in reports.values() if "data" in event]
     data = sum(event["data"] for event in owners) % 2**48
     kept = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
-    facts = {name: told[0][name] for name in kept}
+    facts = {name: reports[0][name] for name in kept}
     return {**facts, "samples": sum(event["samples"] for event in owners), "data": f"{data:012x}"}
 
 
@@ -75,19 +75,15 @@ class Folder:
         self._lock(self.locks[1], "an earlier launcher's running job in it", TAKEOVER_SECONDS)
         self.locks.pop().close()  # Free the workers' lock: from now on the agents hold it.
         held = path / "job.json"
-        there = _read(read_text(held), str(held)) if held.exists() else {}
-        other = [name for name, value in job.items() if there and there.get(name) != value]
+        stored = _parse(read_text(held), str(held)) if held.exists() else {}
+        other = [name for name, value in job.items() if stored and stored.get(name) != value]
         if other:
             name = other[0]
-            told = f"expected a job with {name} {job[name]}, got {there.get(name)}"
-            raise ValueError(f"{path}: {told}; try another --folder")
-        self.state = {
-            "round": 0,
-            "end": None,
-            "saved": None,
-            **there,
-            **job,
-        }  # `saved`: the step at which the script last saved its state by itself; None: the script never did
+            raise ValueError(
+                f"{path}: expected a job with {name} {job[name]}, got {stored.get(name)}; try another --folder"
+            )
+        # `saved`: the step at which the script last saved its state by itself; None: the script never did
+        self.state = {"round": 0, "end": None, "saved": None, **stored, **job}
         self.keep()
         self.steps = open(path / "steps.jsonl", "a")  # noqa: SIM115
         self.events = open(path / "events.jsonl", "a")  # noqa: SIM115
@@ -143,17 +139,17 @@ class Folder:
         """Return the newest saved step that the record includes, and remove later steps from the record. Return None if
         the job must start from the beginning."""
         path = self.path / "steps.jsonl"
-        found = read_lines(path, "step")
+        lines = read_lines(path, "step")
         # The record lacks the steps that ranks took after their launcher or an agent was killed.
-        reached = found[-1]["step"] if found else 0
+        reached = lines[-1]["step"] if lines else 0
         saved = self.saved_steps()
-        step = max((each for each in saved if each <= reached), default=min(saved, default=None))
-        lost = [line for line in found if line["step"] > (step or 0)]
+        step = max((number for number in saved if number <= reached), default=min(saved, default=None))
+        lost = [line for line in lines if line["step"] > (step or 0)]
         self.steps.close()
         if lost:
             with open(self.path / "lost_steps.jsonl", "a") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lost))
-        kept = found[: len(found) - len(lost)]
+        kept = lines[: len(lines) - len(lost)]
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.steps = open(path, "a")  # noqa: SIM115
         return step

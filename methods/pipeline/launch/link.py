@@ -104,9 +104,9 @@ def digest(inputs: Mapping[str, Any]) -> list[int]:
     hashes = [hashlib.blake2b(digest_size=6) for _ in range(size)]
     for name, value in split:
         if value.shape[0] == size:
-            for found, row in zip(hashes, value.detach().cpu().contiguous(), strict=True):
-                found.update(name.encode() + row.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return [int.from_bytes(found.digest(), "big") for found in hashes]
+            for sample_hash, row in zip(hashes, value.detach().cpu().contiguous(), strict=True):
+                sample_hash.update(name.encode() + row.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return [int.from_bytes(sample_hash.digest(), "big") for sample_hash in hashes]
 
 
 def num_updates(optimizer: torch.optim.Optimizer) -> int:

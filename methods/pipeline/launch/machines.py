@@ -61,16 +61,16 @@ def read_list(path: Path) -> list[MachineLine]:
     except OSError as error:
         raise ValueError(f"{path}: expected a list of machines, got none: {error.strerror}") from error
     seen: Counter[str] = Counter()
-    found = []
+    machines = []
     for address in (line.partition("#")[0].strip() for line in text.splitlines()):
         if address.startswith("-"):
             raise ValueError(
                 f"{path}: expected the address of a machine, which begins with no -, got {address!r}"
             )
         if address:
-            found.append(MachineLine(address, seen[address]))
+            machines.append(MachineLine(address, seen[address]))
             seen[address] += 1
-    return found
+    return machines
 
 
 @functools.cache
@@ -81,18 +81,20 @@ def is_here(address: str) -> bool:
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(address).is_loopback:
             return True
-    own = {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
-    return address in own
+    for interface in psutil.net_if_addrs().values():
+        if any(address == entry.address.partition("%")[0] for entry in interface):
+            return True
+    return False
 
 
 def command(address: str) -> list[str]:
     """Return the command that starts an agent on another machine: by srun inside a Slurm job, else by ssh."""
     environment = child_environment()
-    words = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment)]
-    words += [sys.executable, "-m", AGENT]
+    agent = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment)]
+    agent += [sys.executable, "-m", AGENT]
     if "SLURM_JOB_ID" in os.environ:
-        return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={address}", *words]
-    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-T", "--", address, shlex.join(words)]
+        return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={address}", *agent]
+    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-T", "--", address, shlex.join(agent)]
 
 
 class Remote:
@@ -101,7 +103,7 @@ class Remote:
     that the agent has ended."""
 
     def __init__(
-        self, line: MachineLine, order: dict[str, Any], log: Path, told: queue.SimpleQueue[Any]
+        self, line: MachineLine, order: dict[str, Any], log: Path, events: queue.SimpleQueue[Any]
     ) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
@@ -127,7 +129,7 @@ class Remote:
                 self.pid = self.process.pid
         assert self.process.stdin
         self.orders, self.answers = self.process.stdin, open(answers)  # noqa: SIM115
-        self.thread = threading.Thread(target=self._listen, args=(told,), daemon=True)
+        self.thread = threading.Thread(target=self._listen, args=(events,), daemon=True)
         self.thread.start()
         self.send(order)
 
@@ -150,14 +152,14 @@ class Remote:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def _listen(self, told: queue.SimpleQueue[Any]) -> None:
+    def _listen(self, events: queue.SimpleQueue[Any]) -> None:
         for text in self.answers:
             self.heard = time.monotonic()
             with contextlib.suppress(ValueError):  # an agent that is killed may leave half a line
                 event = json.loads(text)
                 if event["kind"] == "ready" and isinstance(self.process, fork_server.Forked):
                     self.pid = event["pid"]
-                told.put((self, event))
+                events.put((self, event))
         if isinstance(self.process, subprocess.Popen):
             self.process.wait()
-        told.put((self, None))
+        events.put((self, None))

@@ -38,19 +38,19 @@ class Pace:
         """Add each rank's seconds of work in a step. The first step of a round is left out."""
         self.num_steps += 1
         if self.num_steps > 1:
-            for rank, each in seconds.items():
-                self.seconds.setdefault(rank, deque(maxlen=STEPS)).append(each)
+            for rank, busy in seconds.items():
+                self.seconds.setdefault(rank, deque(maxlen=STEPS)).append(busy)
 
     def slow(self, spread: Spread) -> list[Slow]:
-        found = []
+        slow = []
         if self.num_steps <= STEPS:
             return []
         for stage, replicas in enumerate(RankMap.make(spread.num_stages, spread.num_replicas).ranks):
             typical = {rank: statistics.median(self.seconds[rank]) for rank in replicas}
             median = statistics.median(typical.values())
-            found += [
-                Slow(rank, stage, each, each / median)
-                for rank, each in typical.items()
-                if each > SLOW * median > 0
+            slow += [
+                Slow(rank, stage, typical_seconds, typical_seconds / median)
+                for rank, typical_seconds in typical.items()
+                if typical_seconds > SLOW * median > 0
             ]
-        return found
+        return slow

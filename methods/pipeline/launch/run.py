@@ -123,8 +123,8 @@ def launch(
     held = Folder(folder.resolve(), job.identity())
     if held.state["end"] == "done":
         other = held.other_code(job.code())
-        told = f"; {other}" if other else ""
-        print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one{told}")
+        note = f"; {other}" if other else ""
+        print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one{note}")
         sys.exit(OK)
     # As at Ctrl-C, ranks save a checkpoint and end.
     signal.signal(signal.SIGUSR1, signal.default_int_handler)

@@ -22,7 +22,7 @@ from harness.devices.streams import STREAMS
 from harness.run.trace import Trace
 from methods.pipeline import pipeline
 from methods.pipeline.batches import micro_batch_sizes, split
-from methods.pipeline.checkpoint.checkpoints import read
+from methods.pipeline.checkpoint.checkpoints import read_checkpoint
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.pipeline import Varuna, trace_note
 from methods.pipeline.rank_map import RankMap
@@ -184,7 +184,7 @@ def test_a_short_micro_batch_that_weighs_as_the_others_shows(trained: dict[str, 
 
 
 def test_one_process_reads_a_checkpoint_of_four(trained: dict[str, list[Any]], folder: str) -> None:
-    whole = read(folder)
+    whole = read_checkpoint(folder)
     assert json.loads(whole["progress"])["num_steps"] == 3
     for found in trained["2x2"]:
         for name, value in found["part"].items():

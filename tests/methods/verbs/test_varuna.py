@@ -10,7 +10,7 @@ import pytest
 
 from harness.base.checkout import ROOT
 from methods.pipeline.config import measured_profile
-from methods.pipeline.config.profile import read
+from methods.pipeline.config.profile import read_profile
 from methods.verbs.varuna import varuna
 from tests.support import cli, forks
 from tests.support.configured import configured
@@ -173,7 +173,7 @@ def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> 
     )
     done = cli.run("varuna", "profile", *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    found = read(tmp_path)
+    found = read_profile(tmp_path)
     assert [section.num_params for section in found.sections] == [
         12 * 32**2 + 13 * 32 + (100 + 16) * 32,
         12 * 32**2 + 13 * 32,
@@ -195,7 +195,7 @@ def test_a_model_by_its_config_is_measured_and_foretold(
     assert done.returncode == 0, done.stderr
     anatomy = configured("llama").anatomy
     table, layer, norm = 101 * 32, anatomy.layer_params, 32
-    assert [section.num_params for section in read(tmp_path).sections] == [
+    assert [section.num_params for section in read_profile(tmp_path).sections] == [
         table + layer,
         layer,
         layer,

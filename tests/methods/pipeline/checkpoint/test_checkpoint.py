@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from methods.pipeline.checkpoint import files
-from methods.pipeline.checkpoint.checkpoints import Checkpoints, read
+from methods.pipeline.checkpoint.checkpoints import Checkpoints, read_checkpoint
 from methods.pipeline.checkpoint.folders import COMPLETE, choose, complete_steps, folder_of
 from methods.pipeline.checkpoint.progress import GptProgress
 from tests.support.ranks import on_ranks
@@ -85,12 +85,14 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
     with pytest.raises(
         ValueError, match=rf"{path}: expected a checkpoint, got damaged or foreign files"
     ) as told:
-        read(tmp_path)
+        read_checkpoint(tmp_path)
     assert not touched.exists() and "\n" not in str(told.value)
     assert "names " in str(told.value) and "weights_only" not in str(told.value)
 
 
-def test_a_checkpoint_of_an_older_python_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_older_python_is_read_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before 3.11.4 an enumeration's member is pickled as a call of getattr."""
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
@@ -106,7 +108,7 @@ def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: P
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
     (folder_of(tmp_path, 7) / COMPLETE).write_bytes(pickle.dumps(Asks()))
     with pytest.raises(ValueError, match="it asks for __init__ of what is no enumeration"):
-        read(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 PROGRESS = asdict(GptProgress(7, 1.0, 7, {"num_layers": 2}, *([1.0] * 7, [1.0] * 7, [None] * 7, [False] * 7)))
@@ -145,7 +147,11 @@ TAMPERED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("told", TAMPERED)
 def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(tmp_path: Path, told: str) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
-    parts = {name: value for name, value in (read(tmp_path) | TAMPERED[told]).items() if value is not None}
+    parts = {
+        name: value
+        for name, value in (read_checkpoint(tmp_path) | TAMPERED[told]).items()
+        if value is not None
+    }
     shutil.rmtree(folder_of(tmp_path, 7))
     dcp.save(parts, checkpoint_id=folder_of(tmp_path, 7), no_dist=True)
     masters, _, checkpoints = state(1)
@@ -164,7 +170,7 @@ def test_a_size_that_the_files_do_not_have_takes_no_memory(tmp_path: Path, part:
     name = next(name for name in table.state_dict_metadata if name.startswith(part))
     table.state_dict_metadata[name].size = torch.Size([10**13])
     (path / COMPLETE).write_bytes(pickle.dumps(table))
-    for load in (lambda: read(tmp_path), lambda: state(1)[2].load(tmp_path, GptProgress)):
+    for load in (lambda: read_checkpoint(tmp_path), lambda: state(1)[2].load(tmp_path, GptProgress)):
         with pytest.raises(
             ValueError, match=r"expected files with the table's \d+ bytes of tensors, got \d+"
         ):
@@ -185,7 +191,7 @@ def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:
     (folder_of(tmp_path, 7) / COMPLETE).unlink()
     os.mkfifo(folder_of(tmp_path, 7) / COMPLETE)
     with pytest.raises(ValueError, match="expected a regular file"):
-        read(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +203,7 @@ def test_a_table_changes_no_class(tmp_path: Path, name: bytes) -> None:
     table = folder_of(tmp_path, 7) / COMPLETE
     table.write_bytes(b"\x80\x04" + name + b"N}X\x07\0\0\0changedK\x01s\x86b0" + table.read_bytes()[2:])
     with pytest.raises(ValueError, match="it changes <class "):
-        read(tmp_path)
+        read_checkpoint(tmp_path)
     assert not hasattr(Path, "changed") and not hasattr(Metadata, "changed")
 
 
@@ -243,7 +249,7 @@ def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path, name: str) ->
 def test_of_several_ranks_none_unpickles_what_another_one_sends(tmp_path: Path) -> None:
     training = {"kind": "save", "ranks": 3, "folder": str(tmp_path)}
     assert on_ranks(3, "tests.methods.pipeline.trainings:on_this_rank", [training]) == [["saved"]] * 3
-    found = read(tmp_path)
+    found = read_checkpoint(tmp_path)
     assert [float(found[f"weights.layer.{number}"].mean()) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
 
 
@@ -261,7 +267,7 @@ def test_what_changes_after_the_call_is_not_in_the_checkpoint(tmp_path: Path) ->
     with torch.no_grad():
         masters["layer.0"].fill_(-1.0)
     pending.result()
-    assert torch.equal(read(tmp_path)["weights.layer.0"], torch.full((64, 64), 3.0))
+    assert torch.equal(read_checkpoint(tmp_path)["weights.layer.0"], torch.full((64, 64), 3.0))
 
 
 def test_an_incomplete_checkpoint_is_never_taken(tmp_path: Path) -> None:
@@ -300,7 +306,7 @@ def test_kills_at_any_moment_of_writing_leave_the_newest_complete_one_to_the_bit
         step = complete_steps(tmp_path)[-1]
         assert step >= last + 2
         last = step
-        whole, expected = read(tmp_path), state(last)[2]
+        whole, expected = read_checkpoint(tmp_path), state(last)[2]
         for name, master in expected.masters.items():
             assert torch.equal(whole[f"weights.{name}"], master.detach())
             assert torch.equal(whole[f"optimizer.{name}.exp_avg"], torch.full((64, 64), last / 3))

@@ -18,7 +18,7 @@ from methods.pipeline.config.auto_config import AutoConfig, ConfigRow, predict
 from methods.pipeline.config.gpt_costs import GptCosts
 from methods.pipeline.config.grouping import group
 from methods.pipeline.config.partition import gpt_stages
-from methods.pipeline.config.profile import FILE, Message, Profile, Section, SectionCost, Sum, read
+from methods.pipeline.config.profile import FILE, Message, Profile, Section, SectionCost, Sum, read_profile
 from methods.pipeline.schedule import step_seconds
 
 MANY = 1000.0  # seconds
@@ -272,7 +272,7 @@ def test_ranks_that_share_a_core_take_the_sum_of_their_work(tmp_path: Path) -> N
 def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
     written = profile([fat(1)], messages=[Message(True, 1, 0.1)])
     written.write(tmp_path / "new")
-    assert read(tmp_path / "new") == written
+    assert read_profile(tmp_path / "new") == written
 
 
 @pytest.mark.parametrize(
@@ -294,16 +294,16 @@ def test_what_is_no_profile_is_one_line(tmp_path: Path, change: dict[str, Any], 
     data = json.loads(profile([cost(1)]).write(tmp_path).read_text())
     (tmp_path / FILE).write_text(json.dumps({**data, **change}))
     with pytest.raises(ValueError) as error:
-        read(tmp_path)
+        read_profile(tmp_path)
     assert told in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_folder_without_a_profile_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"profile.json: no such file; try Profiler\(...\).profile_all"):
-        read(tmp_path)
+        read_profile(tmp_path)
     (tmp_path / FILE).write_text("{")
     with pytest.raises(ValueError, match="expected a profile: "):
-        read(tmp_path)
+        read_profile(tmp_path)
 
 
 def test_numbers_below_one_are_refused(tmp_path: Path) -> None:

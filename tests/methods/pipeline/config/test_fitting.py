@@ -12,7 +12,7 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from harness.plan.fit import resolve
-from methods.pipeline.config.partition import gpt_stages, stage_bytes
+from methods.pipeline.config.partition import PipelineShape, gpt_stages, stage_bytes
 from methods.pipeline.schedule import SCHEDULES
 from tests.support.training import tiny
 
@@ -29,7 +29,7 @@ def divisors(number: int) -> list[int]:
 
 def every_need(workload: Workload, options: Options) -> list[int]:
     """Device bytes of the rank that needs most, of every division of the ranks and of the samples."""
-    found, ranks, schedule = [], options["world_size"], options["schedule"]
+    needs, ranks, schedule = [], options["world_size"], options["schedule"]
     for num_stages in [options["num_stages"]] if "num_stages" in options else divisors(ranks):
         num_replicas = ranks // num_stages
         if num_stages > workload.num_layers or workload.batch_size % num_replicas:
@@ -38,17 +38,10 @@ def every_need(workload: Workload, options: Options) -> list[int]:
         for chunk_size in divisors(workload.batch_size // num_replicas):
             if schedule == "1f1b" and workload.batch_size // num_replicas // chunk_size < num_stages:
                 continue
-            found.append(
-                max(
-                    sum(
-                        stage_bytes(
-                            workload, stage, (number, num_stages), chunk_size, num_replicas, schedule
-                        ).values()
-                    )
-                    for number, stage in enumerate(stages)
-                )
-            )
-    return found
+            shape = PipelineShape(num_stages, num_replicas, chunk_size, schedule)
+            of_stages = [stage_bytes(workload, stage, number, shape) for number, stage in enumerate(stages)]
+            needs.append(max(sum(need.values()) for need in of_stages))
+    return needs
 
 
 def random_case(number: int) -> tuple[Workload, Options, Budget]:

@@ -11,7 +11,7 @@ from harness.core import hub_config
 from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
-from methods.pipeline.config.partition import gpt_stages, passes_of, stage_bytes
+from methods.pipeline.config.partition import PipelineShape, gpt_stages, passes_of, stage_bytes
 from methods.pipeline.config.simulate import simulate
 from tests.support.configured import config_of
 from tests.support.ranks import on_ranks
@@ -70,15 +70,16 @@ def workload_of(each: Any) -> Workload:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("each", JOBS, ids=str)
-def test_the_plan_of_each_stage_is_its_peak_and_at_most_a_quarter_more(each: Any, peaks: Any) -> None:
+@pytest.mark.parametrize("pipeline_job", JOBS, ids=str)
+def test_the_plan_of_each_stage_is_its_peak_and_at_most_a_quarter_more(pipeline_job: Any, peaks: Any) -> None:
     """GPipe's last stage included, which keeps a gradient of the head for each micro-batch."""
-    num_stages, num_replicas, schedule, chunk_size, *_ = each
-    workload = workload_of(each)
+    num_stages, num_replicas, schedule, chunk_size, *_ = pipeline_job
+    workload = workload_of(pipeline_job)
+    shape = PipelineShape(num_stages, num_replicas, chunk_size, schedule)
     for number, stage in enumerate(gpt_stages(workload, num_stages)):
-        need = stage_bytes(workload, stage, (number, num_stages), chunk_size, num_replicas, schedule)
-        planned, found = sum(need.values()), peaks[each][number]
-        assert found - small_bytes(workload) <= planned <= 1.25 * found, (str(stage), planned / found)
+        planned = sum(stage_bytes(workload, stage, number, shape).values())
+        peak = peaks[pipeline_job][number]
+        assert peak - small_bytes(workload) <= planned <= 1.25 * peak, (str(stage), planned / peak)
 
 
 # ---- The choice by rates

@@ -16,7 +16,7 @@ from harness.base.checkout import ROOT
 from harness.core.job import Job, Workload
 from harness.devices import device_lock, machine
 from methods.pipeline.config import measure_model, measured_profile, profiler
-from methods.pipeline.config.profile import Profile, read
+from methods.pipeline.config.profile import Profile, read_profile
 from methods.pipeline.config.profiler import tensor_bytes
 from methods.varuna import AutoConfig, CutPoint, Profiler
 from tests.methods.pipeline import user_model
@@ -166,7 +166,7 @@ def test_inputs_for_every_micro_batch_and_half_precision_are_taken(tmp_path: Pat
     assert [section.costs[0].activation_bytes for section in found.sections] == [
         crossing
     ] * user_model.NUM_BLOCKS + [0]
-    assert read(tmp_path) == found and found.fp16 == fp16
+    assert read_profile(tmp_path) == found and found.fp16 == fp16
 
 
 def test_a_gpus_context_and_reserve_are_not_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_the_verb_tells_why_ranks_with_too_few_gpus_measure_the_cpu(
     assert measure_model.measure(order(tmp_path, "auto")).endswith(
         "the machine of rank 0 has 2 ranks and 1 GPU"
     )
-    assert read(tmp_path).device_bytes is None
+    assert read_profile(tmp_path).device_bytes is None
     with pytest.raises(
         ValueError, match=r"expected a GPU for each of --ranks 2, got 1; try fewer ranks, or --device cpu"
     ):
@@ -282,7 +282,7 @@ def test_the_snippet_of_the_page_runs_alone(
     monkeypatch.chdir(tmp_path)
     exec(compile(SNIPPET, "snippet", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.splitlines()[0].startswith("stages ")
-    assert len(read("profile").sections) == 5 and read("profile").sizes == [1, 2, 4]
+    assert len(read_profile("profile").sections) == 5 and read_profile("profile").sizes == [1, 2, 4]
 
 
 @pytest.mark.heavy
@@ -290,7 +290,7 @@ def test_the_snippet_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     order = {"ranks": 2, "folder": str(tmp_path), "text": SNIPPET}
     first, _ = on_ranks(2, "tests.methods.pipeline.trainings:run_snippet", order)
     assert first.split()[0] == "stages"
-    found = read(tmp_path / "profile")
+    found = read_profile(tmp_path / "profile")
     sent = {cost.activation_bytes for section in found.sections for cost in section.costs} - {0}
     assert len(found.sections) == 5 and found.sizes == [1, 2, 4]
     assert {message.num_bytes for message in found.messages} == sent and all(
