@@ -93,8 +93,9 @@ class Pipelines(Case):
             if not (folder / "profile").exists():
                 report({"event": "build", "text": "case 7: a profile"})
                 job, *_ = self.jobs(used, {})
-                sizes, num_ranks = RUNS[used.kind], RANKS[job.device]
-                measure_profile(job.workload, sizes, num_ranks, folder / "profile", job.device, report)
+                options = {"world_size": RANKS[job.device]}
+                measured = Job("profile", job.workload, options, device=job.device)
+                measure_profile(measured, RUNS[used.kind], folder / "profile", report)
             for name, schedule in (
                 ("undisturbed", _morphs.Schedule(1, 1)),
                 ("morphed", _morphs.Schedule(2, 2, CHANGES)),

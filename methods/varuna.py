@@ -17,7 +17,7 @@ import importlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.base.counted import counted
 from harness.core.identity import source_hash
@@ -34,6 +34,10 @@ from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
 from methods.shared.memory_needs import describe
 from methods.shared.method_options import RANKS
+
+if TYPE_CHECKING:
+    from methods.pipeline.cut_model import CutModel
+    from methods.pipeline.pipeline import Varuna
 
 # The classes for users and their modules, but for AutoConfig, which this module imports.
 CLASSES = {
@@ -87,21 +91,25 @@ class VarunaMethod(Method):
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         if self.resume and not self._begins_there():
             choose(self.resume)
-        allowed, refused = list[int](), ""
+        config = self._config(workload, room, self._possible_stages(workload))
+        return self._plan(workload, config.best() if config.fits else config.least())
+
+    def _possible_stages(self, workload: Workload) -> list[int]:
+        """Return the possible numbers of stages. Raises ValueError if there are none."""
+        possible, reason = list[int](), ""
         for num_stages in [self.num_stages] if self.num_stages else _divisors(min(self.world_size, 10**6)):
             try:
                 self._check(workload, num_stages)
-                allowed.append(num_stages)
+                possible.append(num_stages)
             except ValueError as error:
-                refused = str(error)
-        if not allowed:
-            raise ValueError(refused)
-        samples = {workload.batch_size * num_stages // self.world_size for num_stages in allowed}
-        sizes = (
-            [self.chunk_size]
-            if self.chunk_size
-            else sorted({size for each in samples for size in _divisors(each)})
-        )
+                reason = str(error)
+        if not possible:
+            raise ValueError(reason)
+        return possible
+
+    def _config(self, workload: Workload, room: Room, possible: list[int]) -> AutoConfig:
+        """Return all configurations of these numbers of stages, with costs by the machine's rates."""
+        sizes = [self.chunk_size] if self.chunk_size else self._possible_sizes(workload, possible)
         sizes = sizes[-1:] if workload.dropout else sizes
         rates = room.rates
         num_sharing = self.world_size if rates and rates.is_host else 1  # ranks that share the host's cores
@@ -109,17 +117,23 @@ class VarunaMethod(Method):
         sums = [Sum(2, 1, sum_sent(1, 2) / network)]
         costs = GptCosts(workload, rates, sizes, None, network, self.schedule, num_sharing, sums)
         capacity = room.host_bytes if room.device_bytes is None else room.device_bytes
-        config = AutoConfig(
+        return AutoConfig(
             self.world_size,
             self.world_size,
             workload.batch_size,
             costs,
             None if capacity is None else max(1, capacity),
-            num_stages=allowed,
+            num_stages=possible,
             schedule=self.schedule,
             takes_all=True,
         )
-        return self._plan(workload, config.best() if config.fits else config.least())
+
+    def _possible_sizes(self, workload: Workload, possible: list[int]) -> list[int]:
+        """Return the sizes of micro-batches that divide a replica's samples, for these numbers of stages."""
+        sizes: set[int] = set()
+        for samples in {workload.batch_size * num_stages // self.world_size for num_stages in possible}:
+            sizes |= {*_divisors(samples)}
+        return sorted(sizes)
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         most = min(self.num_stages or twin_layers, twin_layers)
@@ -137,9 +151,42 @@ class VarunaMethod(Method):
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.models.gpt import adamw
         from methods.pipeline.checkpoint.progress import GptProgress
+        from methods.shared.loss_scale import LossScale
+
+        whole, model = self._model(workload, device)
+        optimizer = adamw(model.parameters())
+        model.set_optimizer(optimizer, LossScale(workload))
+        # Only a checkpoint names the source, and to read all files takes as long as a small model's training.
+        source = source_hash(Path(__file__)) if self.checkpoint else ""
+        steps, notes = list[Step](), {}
+        if self.resume and not self._begins_there():
+            model.load_checkpoint(self.resume, form=GptProgress)
+            steps = model.progress.steps_of(workload, self.resume)
+            notes = {"resumed_steps": len(steps), "resumed_source": model.progress.source}
+        num_resumed, size = len(steps), workload.batch_size // model.ranks.num_replicas
+        share = slice(model.replica * size, (model.replica + 1) * size)  # samples of this replica
+        for step, (inputs, targets) in enumerate(batches, start=1):
+            if step <= num_resumed:
+                yield steps[step - 1]
+                continue
+            batch = {"inputs": inputs[share], "targets": targets[share]}
+            _, is_skipped = model.step(batch, workload.clip_norm or None)
+            for group in optimizer.param_groups:
+                group["lr"] = workload.learning_rate_at(step)
+            if not is_skipped:
+                optimizer.step()
+            model.zero_grad()
+            steps.append(model.last_step)
+            if self.checkpoint and step % self.checkpoint_every == 0:
+                model.checkpoint(self.checkpoint, notes=GptProgress.notes(workload, steps, source))
+            yield steps[-1]
+        stages = [str(stage) for stage in gpt_stages(workload, model.ranks.num_stages)]
+        return Trained(whole.of_model(model.leave()), schedule={"stages": stages, **notes})
+
+    def _model(self, workload: Workload, device: str) -> tuple[CutModel, Varuna]:
+        """Return the whole model without memory, and this rank's stage of it."""
         from methods.pipeline.cut_model import CutModel
         from methods.pipeline.pipeline import Varuna
-        from methods.shared.loss_scale import LossScale
 
         assert self.num_stages and self.chunk_size
         stages = gpt_stages(workload, self.num_stages)
@@ -159,36 +206,7 @@ class VarunaMethod(Method):
             init_weights=whole.init_weights,
             limit_seconds=float(self.peer_seconds),
         )
-        optimizer = adamw(model.parameters())
-        model.set_optimizer(optimizer, LossScale(workload))
-        # Only a checkpoint names the source, and to read all files takes as long as a small model's training.
-        source = source_hash(Path(__file__)) if self.checkpoint else ""
-        steps, before = list[Step](), {}
-        if self.resume and not self._begins_there():
-            model.load_checkpoint(self.resume, form=GptProgress)
-            steps, theirs = model.progress.steps_of(workload, self.resume), model.progress.source
-            before = {"resumed_steps": len(steps), "resumed_source": theirs}
-        num_before, size = len(steps), workload.batch_size // model.ranks.num_replicas
-        mine = slice(model.replica * size, (model.replica + 1) * size)  # samples of this replica
-        for step, (inputs, targets) in enumerate(batches, start=1):
-            if step <= num_before:
-                yield steps[step - 1]
-                continue
-            _, is_skipped = model.step(
-                {"inputs": inputs[mine], "targets": targets[mine]}, workload.clip_norm or None
-            )
-            for group in optimizer.param_groups:
-                group["lr"] = workload.learning_rate_at(step)
-            if not is_skipped:
-                optimizer.step()
-            model.zero_grad()
-            steps.append(model.last_step)
-            if self.checkpoint and step % self.checkpoint_every == 0:
-                model.checkpoint(self.checkpoint, notes=GptProgress.notes(workload, steps, source))
-            yield steps[-1]
-        return Trained(
-            whole.of_model(model.leave()), schedule={"stages": [str(stage) for stage in stages], **before}
-        )
+        return whole, model
 
     def _begins_there(self) -> bool:
         """True if the job resumes from the folder to which it also writes, and this folder has no complete checkpoint
@@ -266,8 +284,8 @@ def _divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
 
 
-def _nearest(allowed: list[int], asked: int) -> list[int]:
-    """Return the allowed numbers that are nearest to `asked`, below and above."""
-    return [*allowed[:1], *(count for count in allowed if count < asked)][-1:] + [
-        count for count in allowed if count > asked
-    ][:1]
+def _nearest(allowed: list[int], number: int) -> list[int]:
+    """Return the allowed numbers that are nearest to `number`, below and above."""
+    below = [count for count in allowed if count < number] or allowed[:1]
+    above = [count for count in allowed if count > number]
+    return below[-1:] + above[:1]

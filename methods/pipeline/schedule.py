@@ -114,10 +114,8 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
     while (backward < number).any():
         is_free = free <= now
         # Numbers of passes that have ended: of the passes that have begun, at most one still runs.
-        ended_forward, ended_backward = (
-            forward - (~is_free & (runs == F)),
-            backward - (~is_free & (runs == B)),
-        )
+        ended_forward = forward - (~is_free & (runs == F))
+        ended_backward = backward - (~is_free & (runs == B))
         from_below = np.where(is_first, number, np.roll(ended_forward, 1))
         from_above = np.where(is_last, number, np.roll(ended_backward, -1))
         # Between R and its B a stage runs no other pass, because it keeps only one micro-batch's intermediates.
@@ -126,11 +124,8 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
         half_done = np.roll(backward, -1)  # the stage above began its B at least one slot ago
         recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
         goes_on = is_free & ~holds & ~goes_back & ~recomputes & (from_below > forward) & (forward < number)
-        for kind, chosen, count in (
-            (F, goes_on, forward),
-            (R, recomputes, recomputed),
-            (B, goes_back, backward),
-        ):
+        choices = ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward))
+        for kind, chosen, count in choices:
             rows = np.flatnonzero(chosen)
             passes[rows, place[rows]] = runs[rows] = kind
             place[rows] += 1

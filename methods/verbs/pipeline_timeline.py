@@ -21,8 +21,8 @@ def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
     small print below the panels. Raises ValueError if a run has more than MOST_BOXES stages x micro-batches."""
     from matplotlib.patches import Patch
 
-    with plot.empty(7.6, 0.6 + 1.5 * len(runs)) as made:
-        panels = made.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    with plot.empty(7.6, 0.6 + 1.5 * len(runs)) as figure:
+        panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, run) in zip(panels, runs.items(), strict=True):
             assert run.starts is not None and run.ends is not None
             if run.starts.size > MOST_BOXES * len(KINDS):
@@ -40,13 +40,13 @@ def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
             xlabel="seconds (virtual clock)", xlim=(0, max(run.step_seconds for run in runs.values()))
         )
         handles = [Patch(facecolor=COLORS[kind], label=NAMES[kind]) for kind in KINDS]
-        made.legend(handles=handles, loc="upper right", ncols=3, bbox_to_anchor=(0.99, 1.0))
-        plot.small_print(made, note)
-        made.subplots_adjust(
+        figure.legend(handles=handles, loc="upper right", ncols=3, bbox_to_anchor=(0.99, 1.0))
+        plot.small_print(figure, note)
+        figure.subplots_adjust(
             left=0.06,
             right=0.99,
-            top=1 - 0.3 / made.get_figheight(),
-            bottom=0.6 / made.get_figheight(),
+            top=1 - 0.3 / figure.get_figheight(),
+            bottom=0.6 / figure.get_figheight(),
             hspace=0.3,
         )
-    return made
+    return figure

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +14,21 @@ from cli import options
 from cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
 from harness.base.console import print_table
 from harness.base.counted import counted
-from harness.core.job import Workload, gib
+from harness.core.job import Job, Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
 from harness.plan.training_place import device_source
 from methods.pipeline.config.measured_profile import measure_profile
 from methods.pipeline.config.profile import FILE as PROFILE_FILE
+from methods.pipeline.config.simulate import Network, PipelineRun
+from methods.pipeline.config.simulate import simulate as simulate_step
 from methods.pipeline.launch.run import launch
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 if TYPE_CHECKING:
     from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
+    from methods.pipeline.config.gpt_costs import GptCosts
+    from methods.pipeline.config.profile import Profile
 
 DOES_NOT_FIT = 4
 MOST_PASSES = 10**8  # most stages times micro-batches that `simulate` takes; this many take some minutes
@@ -91,20 +96,23 @@ def varuna(context: click.Context) -> None:
     help="auto: cuda if each rank has a GPU of its own, else cpu.",
 )
 @click.option("--out", "folder", type=FOLDER, default="profile", help="Folder to write the profile to.")
-def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **words: Any) -> None:
+def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **call: Any) -> None:
     """Measure the published GPT, or a model by its config.json, on this machine.
 
     The profile holds the seconds and bytes of the model's sections, of the sections' updates, of messages between
     stages and of all-reduces. To measure a model of your own, use the Python class Profiler.
     """
-    if not _names_model(words):
+    if not _names_model(call):
         raise ValueError("expected -l and -h, or --model NAME, got neither")
-    workload = _workload(words)
+    job = Job("profile", _workload(call), {"world_size": num_ranks}, device=device)
     check_writable(folder, "--out")
-    tell = lambda event: print(event["text"], file=sys.stderr, flush=True)  # noqa: E731
-    if note := measure_profile(workload, sizes, num_ranks, folder, device, tell):
+    if note := measure_profile(job, sizes, folder, _print_text):
         print(note, file=sys.stderr)
     print(folder / PROFILE_FILE)
+
+
+def _print_text(event: dict[str, Any]) -> None:
+    print(event["text"], file=sys.stderr, flush=True)
 
 
 @varuna.command()
@@ -128,61 +136,59 @@ def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **words
 @model
 @rates
 @options.as_json
-def configure(
-    folder: Path | None,
-    num_gpus: int,
-    gpus_per_vm: int,
-    batch_size: int,
-    capacity: int | None,
-    as_json: bool,
-    **words: Any,
-) -> None:
+def configure(num_gpus: int, gpus_per_vm: int, batch_size: int, as_json: bool, **call: Any) -> None:
     """Choose the number of stages and the micro-batch size, and show the best choices.
 
     The times come from a profile, or from the rates of a machine. Exit code 4: no choice fits.
     """
     from methods.pipeline.config.auto_config import AutoConfig
-    from methods.pipeline.config.gpt_costs import GptCosts
-    from methods.pipeline.config.profile import Profile, read_profile
 
-    costs: Profile | GptCosts
-    if folder is not None:
-        costs, known = read_profile(folder), "of the profiled device"
-    elif not _names_model(words) or words["machine_name"] is None:
-        raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
-    else:
-        sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
-        name = words["machine_name"]
-        memory, known = named_machines.load(name).room.device_bytes, device_source(name)
-        costs = GptCosts(_workload(words), _rates(words), sizes, memory, float(words["network"] or "inf"))
-    config = AutoConfig(num_gpus, gpus_per_vm, batch_size, costs, capacity)
+    costs, known = _costs(call, batch_size)
+    config = AutoConfig(num_gpus, gpus_per_vm, batch_size, costs, call["capacity"])
     rows = config.table()
     if as_json:
         for row in rows:
             print(json.dumps(vars(row)))
     else:
-        if folder is None:
-            print(f"{words['machine_name']}: {named_machines.load(words['machine_name']).about}")
-        known = "--memory" if capacity else known
-        print(
-            f"memory of a device: {f'{gib(config.capacity)} ({known})' if config.capacity else 'not limited'}"
-        )
-        if folder is None and not words["network"]:
+        if call["folder"] is None:
+            print(f"{call['machine_name']}: {named_machines.load(call['machine_name']).about}")
+        known = "--memory" if call["capacity"] else known
+        memory = f"{gib(config.capacity)} ({known})" if config.capacity else "not limited"
+        print(f"memory of a device: {memory}")
+        if call["folder"] is None and not call["network"]:
             print("messages and sums of gradients: 0 s (assumed; try --network)")
         if rows[0].fits:
-            best, used = rows[0], rows[0].num_stages * rows[0].num_replicas
-            stages = counted(best.num_stages, "stage")
-            told = f"{stages}, micro-batches of {best.chunk_size}, {best.step_seconds:.4g} s a step"
-            print(f"chosen: {told}, on {used} of {num_gpus} devices")
+            best = rows[0]
+            print(
+                f"chosen: {counted(best.num_stages, 'stage')}, micro-batches of {best.chunk_size},"
+                f" {best.step_seconds:.4g} s a step, on {best.num_ranks} of {num_gpus} devices"
+            )
         _show(rows, config)
     if not rows[0].fits:
         print(f"error: {config.why_not()}", file=sys.stderr)
         sys.exit(DOES_NOT_FIT)
 
 
+def _costs(call: dict[str, Any], batch_size: int) -> tuple[Profile | GptCosts, str]:
+    """Return the costs by --profile or --machine, and where a device's memory is known from."""
+    from methods.pipeline.config.gpt_costs import GptCosts
+    from methods.pipeline.config.profile import read_profile
+
+    if call["folder"] is not None:
+        return read_profile(call["folder"]), "of the profiled device"
+    if not _names_model(call) or call["machine_name"] is None:
+        raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
+    sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
+    name = call["machine_name"]
+    memory, known = named_machines.load(name).room.device_bytes, device_source(name)
+    costs = GptCosts(_workload(call), _rates(call), sizes, memory, float(call["network"] or "inf"))
+    return costs, known
+
+
 def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
     """Print at most MOST_ROWS configurations, best first. The last column names what limits a configuration's speed,
     or the memory that it lacks."""
+    capacity = config.capacity or 0
     names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
     cells = [
         (
@@ -192,9 +198,7 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
             f"{row.step_seconds:.4g}",
             f"{config.batch_size / row.step_seconds:.4g}",
             gib(row.device_bytes),
-            row.binds
-            if row.fits
-            else f"does not fit: lacks {gib(row.device_bytes - (config.capacity or 0))}",
+            row.binds if row.fits else f"does not fit: lacks {gib(row.device_bytes - capacity)}",
         )
         for row in rows[:MOST_ROWS]
     ]
@@ -261,141 +265,143 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
     "--out", type=FILE, metavar="FILE", help="Draw a timeline of the stages to FILE.pdf and FILE.png."
 )
 @options.as_json
-def simulate(
-    num_stages: int,
-    num_micro_batches: int,
-    num_replicas: int,
-    schedules: str,
-    passes: tuple[float, float, float] | None,
-    send: float | None,
-    long_send: float | None,
-    gpus_per_vm: int,
-    sends_at_once: int,
-    sum_seconds: float,
-    jitter: float,
-    pass_jitter: float,
-    seed: int,
-    chunk_size: int,
-    out: Path | None,
-    as_json: bool,
-    **words: Any,
-) -> None:
+def simulate(num_stages: int, num_micro_batches: int, out: Path | None, as_json: bool, **call: Any) -> None:
     """Simulate the time of a pipeline step under a virtual clock; no model runs.
 
     With -l or --model the seconds of the passes are predicted for that model from the rates of --machine.
     """
-    from methods.pipeline.config import simulate as pipelines
-
     if num_stages * num_micro_batches > MOST_PASSES:
         raise ValueError(
             f"expected at most {MOST_PASSES} stages times micro-batches, got {num_stages} x {num_micro_batches}"
         )
-    seconds, origin = (
-        [dict(zip(SLOTS, passes or map(float, SLOTS.values()), strict=True))] * num_stages,
-        "--passes",
-    )
-    sent_by = "--send"
-    if _names_model(words):
-        seconds, per_message = _of_model(words, num_stages, chunk_size)
-        name = _workload(words).model_name
-        origin = f"{name} at the rates of {named_machines.source(words['machine_name'])}"
-        if send is None and words["network"]:
-            send, sent_by = per_message, f"{name}'s on --network"
-    elif passes is None:
-        origin = "assumed; try --passes, or --model and --machine"
-    if send is None:
-        send, sent_by = 0.0, "assumed; try --send"
-    network = pipelines.Network(send, long_send, gpus_per_vm, jitter, sends_at_once, sum_seconds)
+    times = _step_times(call, num_stages)
     runs = {
-        name: pipelines.simulate(
+        name: simulate_step(
             name,
-            seconds,
+            times.passes,
             num_micro_batches,
-            network,
-            num_replicas=num_replicas,
-            pass_jitter=pass_jitter,
-            seed=seed,
+            _network(call, times.send),
+            num_replicas=call["num_replicas"],
+            pass_jitter=call["pass_jitter"],
+            seed=call["seed"],
             keeps_units=out is not None,
         )
-        for name in dict.fromkeys(schedules.split(","))
+        for name in dict.fromkeys(call["schedules"].split(","))
     }
-    first = next(iter(runs.values()))
-    if as_json:
-        for name, run in runs.items():
-            print(json.dumps({"schedule": name, "step_seconds": run.step_seconds, "bubble": run.bubble}))
-    else:
-        print(f"passes of a stage: {_told(seconds)} ({origin}); messages: {send:.3g} s ({sent_by})")
-        cells = [
-            (
-                name,
-                f"{run.step_seconds:.5g}",
-                f"{run.step_seconds / first.step_seconds:.3f}",
-                f"{run.bubble:.1%}",
-            )
-            for name, run in runs.items()
-        ]
-        names = ("schedule", "step, s", "over the first", "bubble")
-        print_table(names, cells, numbers=names[1:])
+    _print_runs(runs, times, as_json=as_json)
     if out is not None:
         from methods.verbs.pipeline_timeline import timeline
         from papers.figures import plot
 
         note = (
-            f"simulated: {num_stages} stages, {num_micro_batches} micro-batches; messages of {network.send_seconds:.3g}"
-            f" s, jitter {jitter:g} of messages, {pass_jitter:g} of passes, seed {seed}"
+            f"simulated: {num_stages} stages, {num_micro_batches} micro-batches; messages of {times.send:.3g} s,"
+            f" jitter {call['jitter']:g} of messages, {call['pass_jitter']:g} of passes, seed {call['seed']}"
         )
         for path in plot.save(timeline(runs, note), out.with_suffix("")):
             print(path)
 
 
-def _told(seconds: list[dict[str, float]]) -> str:
+@dataclass(frozen=True)
+class StepTimes:
+    """The times of a simulated step, in seconds, and their origins."""
+
+    passes: list[dict[str, float]]  # of each stage, by kind of pass
+    origin: str
+    send: float  # of a message between two stages
+    sent_by: str
+
+
+def _step_times(call: dict[str, Any], num_stages: int) -> StepTimes:
+    passes, send, sent_by = call["passes"], call["send"], "--send"
+    if _names_model(call):
+        stages, per_message = _of_model(call, num_stages)
+        name = _workload(call).model_name
+        origin = f"{name} at the rates of {named_machines.source(call['machine_name'])}"
+        if send is None and call["network"]:
+            send, sent_by = per_message, f"{name}'s on --network"
+    else:
+        stages = [dict(zip(SLOTS, passes or map(float, SLOTS.values()), strict=True))] * num_stages
+        origin = "--passes" if passes else "assumed; try --passes, or --model and --machine"
+    if send is None:
+        send, sent_by = 0.0, "assumed; try --send"
+    return StepTimes(stages, origin, send, sent_by)
+
+
+def _network(call: dict[str, Any], send: float) -> Network:
+    return Network(
+        send,
+        call["long_send"],
+        call["gpus_per_vm"],
+        call["jitter"],
+        call["sends_at_once"],
+        call["sum_seconds"],
+    )
+
+
+def _print_runs(runs: dict[str, PipelineRun], times: StepTimes, *, as_json: bool) -> None:
+    if as_json:
+        for name, run in runs.items():
+            print(json.dumps({"schedule": name, "step_seconds": run.step_seconds, "bubble": run.bubble}))
+        return
+    print(
+        f"passes of a stage: {_passes_text(times.passes)} ({times.origin}); messages: {times.send:.3g} s"
+        f" ({times.sent_by})"
+    )
+    first = next(iter(runs.values())).step_seconds
+    cells = [
+        (name, f"{run.step_seconds:.5g}", f"{run.step_seconds / first:.3f}", f"{run.bubble:.1%}")
+        for name, run in runs.items()
+    ]
+    names = ("schedule", "step, s", "over the first", "bubble")
+    print_table(names, cells, numbers=names[1:])
+
+
+def _passes_text(passes: list[dict[str, float]]) -> str:
     """Format the seconds of the forward pass, recompute and backward pass. If stages differ, give the range from the
     fastest stage to the slowest."""
-    names, found = ("forward", "recompute", "backward"), []
-    for name, kind in zip(names, SLOTS, strict=True):
-        each = sorted({f"{passes[kind]:.3g}" for passes in seconds}, key=float)
-        found.append(f"{name} {' to '.join(dict.fromkeys((each[0], each[-1])))} s")
-    return ", ".join(found)
+    texts = []
+    for name, kind in zip(("forward", "recompute", "backward"), SLOTS, strict=True):
+        seconds = sorted({f"{stage[kind]:.3g}" for stage in passes}, key=float)
+        texts.append(f"{name} {' to '.join(dict.fromkeys((seconds[0], seconds[-1])))} s")
+    return ", ".join(texts)
 
 
-def _names_model(words: dict[str, Any]) -> bool:
+def _names_model(call: dict[str, Any]) -> bool:
     """Return whether the call names a model, by --model or -l. Raises ValueError if it names several models."""
-    if len(words["model"]) > 1:
+    if len(call["model"]) > 1:
         raise ValueError("expected one model, got several; try a call for each")
-    return words["num_layers"] is not None
+    return call["num_layers"] is not None
 
 
-def _workload(words: dict[str, Any]) -> Workload:
+def _workload(call: dict[str, Any]) -> Workload:
     names = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size", "dtype")
-    return Workload(**{name: words[name] for name in names}, **words["model"][0])
+    return Workload(**{name: call[name] for name in names}, **call["model"][0])
 
 
-def _rates(words: dict[str, Any]) -> Rates:
-    name = words["machine_name"]
-    found = named_machines.load(name).rates(words["dtype"]) if name else None
-    if found is None:
+def _rates(call: dict[str, Any]) -> Rates:
+    name = call["machine_name"]
+    rates = named_machines.load(name).rates(call["dtype"]) if name else None
+    if rates is None:
         raise ValueError("--machine: expected a machine whose rates give a GPT's times, got none")
-    return found
+    return rates
 
 
-def _of_model(
-    words: dict[str, Any], num_stages: int, chunk_size: int
-) -> tuple[list[dict[str, float]], float]:
+def _of_model(call: dict[str, Any], num_stages: int) -> tuple[list[dict[str, float]], float]:
     """Return the seconds of each stage's passes, by kind of pass, and the seconds of a message between two stages.
 
     Raises ValueError if there are more stages than layers, or if --machine has no rates.
     """
     from methods.pipeline.config.partition import gpt_stages, passes_of
 
-    workload = _workload(words)
+    workload, chunk_size = _workload(call), call["chunk_size"]
     if num_stages > workload.num_layers:
         raise ValueError(
             f"--stages: expected at most {workload.num_layers}, the number of layers, got {num_stages}"
         )
     per_sample = workload.boundary_bytes / workload.batch_size
-    stages, rates = gpt_stages(workload, num_stages), _rates(words)
+    stages, rates = gpt_stages(workload, num_stages), _rates(call)
     passes = [passes_of(workload, stage, chunk_size, rates) for stage in stages]
-    return passes, chunk_size * per_sample / float(words["network"] or "inf")
+    return passes, chunk_size * per_sample / float(call["network"] or "inf")
 
 
 varuna.add_command(launch)

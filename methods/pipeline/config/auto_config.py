@@ -23,7 +23,7 @@ from harness.plan.resources import sum_sent
 from methods.pipeline.config.gpt_costs import GptCosts
 from methods.pipeline.config.profile import GRADIENT_BYTES, Profile, read_profile
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.schedule import step_seconds
+from methods.pipeline.schedule import Pipeline, step_seconds
 
 AT_ONCE = 16  # number of configurations that are predicted in one simulation
 
@@ -68,11 +68,11 @@ class ConfigRow:
     def least_seconds(self) -> float:
         """Return a lower bound of the step time: the largest sum over the stages. A stage's sum is the wait for its
         first input from the stages below, the time of all its passes, and the time in which the stages below finish."""
-        waits, found = 0.0, 0.0
+        waits, longest = 0.0, 0.0
         for passes in self.passes:
-            found = max(found, waits + self.num_micro_batches * sum(passes.values()))
+            longest = max(longest, waits + self.num_micro_batches * sum(passes.values()))
             waits += passes["F"] + passes["B"] + 2 * self.send_seconds
-        return found + self.sum_seconds + self.update_seconds
+        return longest + self.sum_seconds + self.update_seconds
 
     @property
     def binds(self) -> str:
@@ -94,24 +94,28 @@ def predict(rows: Sequence[ConfigRow]) -> list[float]:
     If there are many micro-batches, the time is extrapolated from simulations of fewer: once the pipeline is full, each
     further micro-batch takes the same time.
     """
-    numbers: list[list[int]] = []
+    sizes: list[list[int]] = []  # for each configuration: the numbers of micro-batches that are simulated
+    pipelines: list[Pipeline] = []
     for row in rows:
         many = max(2 * row.num_stages, 64)
-        numbers.append([many // 2, many] if row.num_micro_batches > many else [row.num_micro_batches])
-    each = zip(rows, numbers, strict=True)
-    pipelines = [(row.passes, one, row.send_seconds) for row, some in each for one in some]
-    found = iter(step_seconds(rows[0].schedule, pipelines))
+        sizes.append([many // 2, many] if row.num_micro_batches > many else [row.num_micro_batches])
+        pipelines += [(row.passes, number, row.send_seconds) for number in sizes[-1]]
+    simulated = iter(step_seconds(rows[0].schedule, pipelines))
     predicted = []
-    for row, some in zip(rows, numbers, strict=True):
-        *half, seconds = (next(found) for _ in some)
+    for row, numbers in zip(rows, sizes, strict=True):
+        *half, seconds = (next(simulated) for _ in numbers)
         if half:
-            seconds += (seconds - half[0]) / (some[1] - some[0]) * (row.num_micro_batches - some[1])
+            seconds += (seconds - half[0]) / (numbers[1] - numbers[0]) * (row.num_micro_batches - numbers[1])
         # Ranks that wait leave their share of the cores to the ranks that compute.
         busy = row.num_micro_batches * sum(sum(passes.values()) for passes in row.passes) / row.num_stages
         seconds = max(seconds, row.crowding * seconds - row.eased * (seconds - busy))
         seconds += row.sum_seconds + row.update_seconds * max(1.0, row.crowding)
         predicted.append(max(seconds, row.least_seconds))
     return predicted
+
+
+def _timed(rows: Sequence[ConfigRow]) -> list[ConfigRow]:
+    return [replace(row, step_seconds=seconds) for row, seconds in zip(rows, predict(rows), strict=True)]
 
 
 class AutoConfig:
@@ -148,10 +152,10 @@ class AutoConfig:
             read_profile(profile_folder) if isinstance(profile_folder, str | Path) else profile_folder
         )
         self.capacity = gpu_memory_capacity or self.costs.device_bytes
-        messages = self.costs.messages
-        alike = [each for each in messages if each.is_one_machine == (num_gpus <= gpus_per_vm)] or messages
-        self._messages = [(each.num_bytes, each.seconds) for each in alike]
-        self._rows = [found for size in self.costs.sizes for found in self._of_size(size)]
+        messages, is_one_machine = self.costs.messages, num_gpus <= gpus_per_vm
+        alike = [message for message in messages if message.is_one_machine == is_one_machine] or messages
+        self._messages = [(message.num_bytes, message.seconds) for message in alike]
+        self._rows = [row for size in self.costs.sizes for row in self._of_size(size)]
         if not self._rows:
             raise ValueError(
                 f"expected a profiled micro-batch size of at most {batch_size}, the batch size, got"
@@ -180,24 +184,19 @@ class AutoConfig:
         best: ConfigRow | None = None
         fitting.sort(key=lambda row: row.least_seconds)
         for start in range(0, len(fitting), AT_ONCE):
-            some = [
-                row
-                for row in fitting[start : start + AT_ONCE]
-                if not best or _is_below(row.least_seconds, best)
-            ]
-            if not some:
+            rows = fitting[start : start + AT_ONCE]
+            if best:
+                rows = [row for row in rows if _is_below(row.least_seconds, best)]
+            if not rows:
                 break
-            timed = [
-                replace(row, step_seconds=seconds) for row, seconds in zip(some, predict(some), strict=True)
-            ]
-            best = min([*timed, *([best] if best else [])], key=_seconds_and_size)
+            best = min([*_timed(rows), *([best] if best else [])], key=_seconds_and_size)
         assert best is not None
         return best
 
     def least(self) -> ConfigRow:
         """Return the configuration that needs the least memory."""
-        found = min(self._rows, key=lambda row: row.device_bytes)
-        return replace(found, step_seconds=predict([found])[0]) if self.costs.is_timed else found
+        least = min(self._rows, key=lambda row: row.device_bytes)
+        return _timed([least])[0] if self.costs.is_timed else least
 
     def why_not(self) -> str:
         """Return, in one line, why no configuration fits: how much memory is missing for the configuration that needs
@@ -214,10 +213,8 @@ class AutoConfig:
     def table(self) -> list[ConfigRow]:
         """Return all configurations, the fastest first. Configurations that do not fit come last, those that need the
         least memory first."""
-        each = zip(self._rows, predict(self._rows), strict=True)
-        rows = [replace(row, step_seconds=seconds) for row, seconds in each]
         return sorted(
-            rows,
+            _timed(self._rows),
             key=lambda row: (not row.fits, *(_seconds_and_size(row) if row.fits else (row.device_bytes,))),
         )
 
@@ -239,7 +236,10 @@ class AutoConfig:
     def _row(self, size: int, cuts: list[int], num_replicas: int) -> ConfigRow:
         stages = self.costs.stages(size, cuts, self.batch_size, num_replicas)
         need = max(stage.device_bytes for stage in stages)
-        served, here = self.costs.num_served or inf, min(self.gpus_per_vm, len(stages) * num_replicas)
+        num_served, num_local = (
+            self.costs.num_served or inf,
+            min(self.gpus_per_vm, len(stages) * num_replicas),
+        )
         sends = [_at(self._messages, stage.sent_bytes) + stage.copy_seconds for stage in stages[:-1]]
         summed = GRADIENT_BYTES * max(stage.num_params for stage in stages)
         return ConfigRow(
@@ -254,8 +254,8 @@ class AutoConfig:
             max(sends, default=0.0),
             self._sum_seconds(summed, num_replicas),
             max(stage.update_seconds for stage in stages),
-            self.costs.crowding + (here - self.costs.num_ranks) / served,
-            here / served,
+            self.costs.crowding + (num_local - self.costs.num_ranks) / num_served,
+            num_local / num_served,
             self.schedule,
         )
 
@@ -266,8 +266,8 @@ class AutoConfig:
         sums = self.costs.sums
         if num_ranks == 1 or not sums:
             return 0.0
-        like = min((each.num_ranks for each in sums), key=lambda count: abs(count - num_ranks))
-        seconds = _at([(each.num_bytes, each.seconds) for each in sums if each.num_ranks == like], num_bytes)
+        like = min((ring.num_ranks for ring in sums), key=lambda count: abs(count - num_ranks))
+        seconds = _at([(ring.num_bytes, ring.seconds) for ring in sums if ring.num_ranks == like], num_bytes)
         return seconds * sum_sent(1, num_ranks) / sum_sent(1, like)
 
 

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from harness.base.child_process import ask
-from harness.core.job import Job, Workload
+from harness.core.job import Job
 from harness.devices import machine
 from harness.devices.device_lock import turn
 
 
 def measure_profile(
-    workload: Workload,
-    sizes: Sequence[int],
-    num_ranks: int,
-    folder: Path,
-    device: str,
-    report: Callable[[dict[str, Any]], None],
+    job: Job, sizes: Sequence[int], folder: Path, report: Callable[[dict[str, Any]], None]
 ) -> str:
-    """Measure the workload's model, cut after every layer, and write the profile to `folder`. `sizes`: samples of the
-    micro-batches. `device`: cpu, cuda or auto. `report`: gets an event if the devices are in use, which are then waited
-    for. Return a note for people, or "". Raises ValueError if the measurement failed."""
+    """Measure the job's model, cut after every layer, and write the profile to `folder`. `job`: a job `profile` with
+    the option `world_size`, on the device cpu, cuda or auto. `sizes`: samples of the micro-batches. `report`: gets an
+    event if the devices are in use, which are then waited for. Return a note for people, or "". Raises ValueError if
+    the measurement failed."""
     order = {
-        "workload": asdict(workload),
+        "workload": asdict(job.workload),
         "sizes": sizes,
-        "num_ranks": num_ranks,
+        "num_ranks": job.options["world_size"],
         "folder": str(folder.resolve()),
+        "device": job.device,
     }
-    on = machine.devices()[0] if device == "auto" else device
-    with turn(Job("profile", workload, {"world_size": num_ranks}, device=on), report):
-        return str(ask("methods.pipeline.config.measure_model", {**order, "device": device}))
+    device = machine.devices()[0] if job.device == "auto" else job.device
+    with turn(replace(job, device=device), report):
+        return str(ask("methods.pipeline.config.measure_model", order))

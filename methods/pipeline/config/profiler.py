@@ -111,55 +111,19 @@ class Profiler:
             raise ValueError(f"microbatches: expected sizes of at least 1, got {sizes}")
         batches = {size: cast(get_batch(size), self.dtype) for size in sizes}
         num_params = [sum(weight.numel() for weight in part.module.parameters()) for part in self.sections]
-        self._returned = {
-            size: [values for values, _ in probe(self.sections, batch)] for size, batch in batches.items()
-        }
-        for returned in self._returned.values():
-            for number, values in enumerate(returned[:-1]):
-                specs_of(values, number)
-        self._seconds: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
-        self._updates: dict[int, list[float]] = defaultdict(list)
-        self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
-        self._too_large: set[tuple[int, int]] = set()
-        self._crowded = self._alone = 0.0
-        # ids of the tensors of the section at hand that came from the meta device
-        self._made: set[int] = set()
-        # Each round measures all sections and sizes, so that a moment when the machine is busy slows all of them alike.
-        for _ in range(RUNS + 1):
-            for first in range(0, len(self.sections), self.world_size):
-                self._meet()
-                # A rank for which no section is left measures one of the first sections again, so that no rank is idle.
-                self._visit((first + self.rank) % len(self.sections), batches)
-        own: dict[int, list[SectionCost]] = defaultdict(list)
-        for (number, size), each in sorted(self._seconds.items()):
-            forward, copy, recompute, backward = map(statistics.median, zip(*each[1:], strict=True))
-            own[number].append(
-                SectionCost(size, forward, recompute, backward, copy, *self._bytes[number, size])
-            )
-        told = [(number, [*map(asdict, each)]) for number, each in own.items()]
-        costs = {
-            number: [SectionCost(**cost) for cost in each]
-            for found in self._gathered(told)
-            for number, each in found
-        }
-        own_updates = {number: statistics.median(each[1:]) for number, each in self._updates.items()}
-        updates = {number: each for found in self._gathered([*own_updates.items()]) for number, each in found}
+        self._check_sections(batches)
+        self._measure_sections(batches)
+        costs, updates = self._costs(), self._update_medians()
         messages, sums = [], []
         if self.world_size > 1 and len(costs) == len(self.sections):
-            sent = sorted({cost.activation_bytes for each in costs.values() for cost in each} - {0})
-            messages = self._messages(sorted({*sent[:1], *sent[len(sent) // 2 :][:1], *sent[-1:]}), batches)
+            sent = {cost.activation_bytes for section in costs.values() for cost in section} - {0}
+            messages = self._messages(_least_middle_most(sent), batches)
             sums = self._sums(min(BUCKET_BYTES, max(4 * sum(num_params), 64)))
-        profile = Profile(
-            self.fp16,
-            tensor_bytes(self.device),
-            [
-                Section(each, updates.get(number, 0.0), costs.get(number, []))
-                for number, each in enumerate(num_params)
-            ],
-            messages,
-            sums,
-            *self._crowding(),
-        )
+        sections = [
+            Section(count, updates.get(number, 0.0), costs.get(number, []))
+            for number, count in enumerate(num_params)
+        ]
+        profile = Profile(self.fp16, tensor_bytes(self.device), sections, messages, sums, *self._crowding())
         if self.rank == 0:
             profile.write(out_folder)
         self._meet()
@@ -168,26 +132,68 @@ class Profiler:
 
     # ---- Sections
 
+    def _check_sections(self, batches: Mapping[int, Inputs]) -> None:
+        """Keep what each section returns, without memory. Raises ValueError if a value cannot be sent."""
+        self._returned = {
+            size: [values for values, _ in probe(self.sections, batch)] for size, batch in batches.items()
+        }
+        for returned in self._returned.values():
+            for number, values in enumerate(returned[:-1]):
+                specs_of(values, number)
+
+    def _measure_sections(self, batches: Mapping[int, Inputs]) -> None:
+        """Measure this rank's share of the sections with each size of micro-batch, in RUNS + 1 rounds. Each round
+        measures all sections and sizes, so that a moment when the machine is busy slows all of them alike."""
+        self._seconds: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
+        self._updates: dict[int, list[float]] = defaultdict(list)
+        self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._too_large: set[tuple[int, int]] = set()
+        self._crowded = self._alone = 0.0
+        # ids of the tensors of the section at hand that came from the meta device
+        self._from_meta: set[int] = set()
+        for _ in range(RUNS + 1):
+            for first in range(0, len(self.sections), self.world_size):
+                self._meet()
+                # A rank for which no section is left measures one of the first sections again, so that no rank is idle.
+                self._visit((first + self.rank) % len(self.sections), batches)
+
+    def _costs(self) -> dict[int, list[SectionCost]]:
+        """Return the costs of all ranks' sections, by the section's number."""
+        measured: dict[int, list[SectionCost]] = defaultdict(list)
+        for (number, size), rounds in sorted(self._seconds.items()):
+            forward, copy, recompute, backward = map(statistics.median, zip(*rounds[1:], strict=True))
+            measured[number].append(
+                SectionCost(size, forward, recompute, backward, copy, *self._bytes[number, size])
+            )
+        message = [(number, [*map(asdict, section)]) for number, section in measured.items()]
+        costs = {}
+        for of_rank in self._gathered(message):
+            for number, section in of_rank:
+                costs[number] = [SectionCost(**cost) for cost in section]
+        return costs
+
+    def _update_medians(self) -> dict[int, float]:
+        """Return the seconds of the updates of all ranks' sections, by the section's number."""
+        medians = [(number, statistics.median(rounds[1:])) for number, rounds in self._updates.items()]
+        return {number: seconds for of_rank in self._gathered(medians) for number, seconds in of_rank}
+
     def _visit(self, number: int, batches: Mapping[int, Inputs]) -> None:
         """Time the passes of section `number` with each size of micro-batch, and the section's update. If memory runs
         out at a size, drop this size and all larger sizes, in later rounds too.
         """
         module, size = self.sections[number].module, min(batches)
         try:
-            self._here(number)
+            self._enter(number)
             for size, batch in batches.items():
                 if (number, size) in self._too_large:
                     break
                 values = self._values(number, size, batch)
                 # Run about as many samples at each size: on busy cores, a single short pass often ends before another
                 # process takes the core, and would seem faster.
-                passes = [
-                    self._timed(module, values)
-                    for _ in range(max(1, min(MOST_REPEATS, max(batches) // size)))
-                ]
-                self._seconds[number, size].append(
-                    [statistics.mean(each) for each in zip(*passes, strict=True)]
-                )
+                num_repeats = max(1, min(MOST_REPEATS, max(batches) // size))
+                passes = [self._timed(module, values) for _ in range(num_repeats)]
+                means = [statistics.mean(seconds) for seconds in zip(*passes, strict=True)]
+                self._seconds[number, size].append(means)
                 if (number, size) not in self._bytes:
                     self._bytes[number, size] = self._measured_bytes(module, values)
             size = min(batches)
@@ -196,42 +202,39 @@ class Profiler:
             if not of_exception(error, "profile", {}).status.startswith("oom"):
                 raise
             self._too_large.add((number, size))
-            for each in batches:
-                if each >= size:
-                    self._seconds.pop((number, each), None)
+            for larger in batches:
+                if larger >= size:
+                    self._seconds.pop((number, larger), None)
         finally:
             self._leave(module)
 
-    def _here(self, number: int) -> nn.Module:
+    def _enter(self, number: int) -> nn.Module:
         """Move a section to the device and return it. Tensors on the meta device get memory and values there."""
-        module, self._made = self.sections[number].module, set()
-        made = {
+        module, self._from_meta = self.sections[number].module, set()
+        values = {
             name: torch.empty_like(tensor, device=self.device)
             for name, tensor in _named(module)
             if tensor.is_meta
         }
-        if made and self.init_weights:
-            self.init_weights(made.items())
-            give_memory(module, made)
-        self._made = {id(tensor) for name, tensor in _named(module) if name in made}
+        if values and self.init_weights:
+            self.init_weights(values.items())
+            give_memory(module, values)
+        self._from_meta = {id(tensor) for name, tensor in _named(module) if name in values}
         return module.to(self.device)
 
     def _leave(self, module: nn.Module) -> None:
         """Move a section back to the host. Tensors that came from the meta device go back there."""
         module.zero_grad()
         module._apply(
-            lambda tensor: tensor.to("meta" if tensor.is_meta or id(tensor) in self._made else "cpu")
+            lambda tensor: tensor.to("meta" if tensor.is_meta or id(tensor) in self._from_meta else "cpu")
         )
 
     def _values(self, number: int, size: int, batch: Inputs) -> Values:
         returned = self._returned[size]
         received = [self._drawn(tensor) for tensor in returned[number - 1]] if number else []
-        is_last = number == len(self.sections) - 1
-        grads = (
-            None
-            if is_last
-            else [self._drawn(each).detach() for each in returned[number] if each.requires_grad]
-        )
+        grads = None
+        if number < len(self.sections) - 1:
+            grads = [self._drawn(tensor).detach() for tensor in returned[number] if tensor.requires_grad]
         inputs = [moved(batch.get(name), self.device, self.dtype) for name in self.sections[number].inputs]
         return Values(received, inputs, grads)
 
@@ -248,10 +251,10 @@ class Profiler:
         """Return the seconds of four operations: a forward pass, copying its output to the host and back, a recompute
         and a backward pass."""
         with torch.no_grad():
-            found, forward = self._clocked(module, *values.received, *values.inputs)
-            _, copy = self._clocked(self._copies, [] if values.grads is None else found)
-        found, recompute = self._clocked(module, *values.received, *values.inputs)
-        _, backward = self._clocked(_backward, found, values.grads)
+            outputs, forward = self._clocked(module, *values.received, *values.inputs)
+            _, copy = self._clocked(self._copies, [] if values.grads is None else outputs)
+        outputs, recompute = self._clocked(module, *values.received, *values.inputs)
+        _, backward = self._clocked(_backward, outputs, values.grads)
         return [forward, copy, recompute, backward]
 
     def _clocked(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
@@ -259,13 +262,13 @@ class Profiler:
         core."""
         self._synchronize()
         began, waited = time.perf_counter(), self._waited_seconds()
-        found = work(*arguments)
+        returned = work(*arguments)
         self._synchronize()
         seconds, waited = time.perf_counter() - began, self._waited_seconds() - waited
         self._crowded += seconds
         alone = max(0.0, seconds - waited)  # the kernel counts the wait by a clock of its own
         self._alone += alone
-        return found, alone
+        return returned, alone
 
     def _waited_seconds(self) -> float:
         """Return the seconds for which this thread has waited for a core so far. Return 0.0 on a GPU, and on a system
@@ -303,11 +306,11 @@ class Profiler:
             torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
         with nullcontext() if is_cuda else tracker.in_thread():
-            found = module(*values.received, *values.inputs)
+            outputs = module(*values.received, *values.inputs)
             saved = torch.cuda.memory_allocated(self.device) if is_cuda else tracker.stats()["host_allocated"]
-            _backward(found, values.grads)
+            _backward(outputs, values.grads)
             peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else tracker.stats()["host_peak"]
-        sent = 0 if values.grads is None else sum(tensor.nbytes for tensor in found)
+        sent = 0 if values.grads is None else sum(tensor.nbytes for tensor in outputs)
         return saved - before, peak - before, sent
 
     def _synchronize(self) -> None:
@@ -319,18 +322,17 @@ class Profiler:
         if self.world_size > 1:
             dist.barrier()
 
-    def _gathered(self, own: Any) -> list[Any]:
-        """Return every rank's `own`, which is sent as JSON, in the ranks' order."""
+    def _gathered(self, message: Any) -> list[Any]:
+        """Return every rank's message, which is sent as JSON, in the ranks' order."""
         group = dist.group.WORLD if self.world_size > 1 else None
-        return list(map(json.loads, gathered(json.dumps(own).encode(), group)))
+        return list(map(json.loads, gathered(json.dumps(message).encode(), group)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
         """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `num_ranks`: number of ranks on rank
         0's machine."""
         hosts = self._gathered(socket.gethostname())
-        crowded, alone = (
-            sum(each) for each in zip(*self._gathered((self._crowded, self._alone)), strict=True)
-        )
+        seconds = self._gathered((self._crowded, self._alone))
+        crowded, alone = sum(pair[0] for pair in seconds), sum(pair[1] for pair in seconds)
         num_served = available_cores() / torch.get_num_threads() if self.device.type == "cpu" else None
         return crowded / alone, hosts.count(hosts[0]), num_served
 
@@ -339,9 +341,9 @@ class Profiler:
         pairs of ranks 0 and 1, 2 and 3, ... are timed at once, then the pairs 1 and 2, 3 and 4, .... Meanwhile both
         ranks of a pair compute.
         """
-        hosts, found = self._gathered(socket.gethostname()), []
+        hosts, timings = self._gathered(socket.gethostname()), []
         number = self.rank % len(self.sections)
-        module, values = self._here(number), self._values(number, *next(iter(batches.items())))
+        module, values = self._enter(number), self._values(number, *next(iter(batches.items())))
         with ThreadPoolExecutor(1) as pool:
             for size in sizes:
                 for parity in (0, 1):
@@ -355,9 +357,9 @@ class Profiler:
                     while not running.done():
                         _backward(module(*values.received, *values.inputs), values.grads)
                     is_one_machine = hosts[lower] == hosts[lower + 1]
-                    found.append(((is_one_machine, size), statistics.median(running.result()[1:]) / 2))
+                    timings.append(((is_one_machine, size), statistics.median(running.result()[1:]) / 2))
         self._leave(module)
-        return [Message(*key) for key in self._medians(found)]
+        return [Message(*key) for key in self._medians(timings)]
 
     @staticmethod
     def _round_trips(peer: int, num_bytes: int, is_first: bool) -> list[float]:
@@ -373,10 +375,9 @@ class Profiler:
         """Time all-reduces of `num_bytes` and of `num_bytes` / 8, over 2, 4, 8, ... ranks and over all ranks. The
         numbers of a group's ranks are as far apart as the rank numbers of a stage's replicas would be.
         """
-        found = []
-        for num_ranks in sorted(
-            {self.world_size, *(2**power for power in range(1, self.world_size.bit_length()))}
-        ):
+        timings = []
+        powers = {2**power for power in range(1, self.world_size.bit_length())}
+        for num_ranks in sorted({self.world_size, *powers}):
             apart = self.world_size // num_ranks
             if not apart:
                 continue
@@ -395,27 +396,33 @@ class Profiler:
                     self._synchronize()
                     seconds.append(time.perf_counter() - began)
                 if seconds:
-                    found.append(((num_ranks, size), statistics.median(seconds[1:])))
-        return [Sum(*key) for key in self._medians(found)]
+                    timings.append(((num_ranks, size), statistics.median(seconds[1:])))
+        return [Sum(*key) for key in self._medians(timings)]
 
-    def _medians(self, own: Sequence[tuple[Any, float]]) -> list[Any]:
+    def _medians(self, timings: Sequence[tuple[Any, float]]) -> list[Any]:
         """Return each key, extended by the median over all ranks of the seconds that were measured for the key."""
         together: dict[Any, list[float]] = defaultdict(list)
-        for found in self._gathered(own):
-            for key, seconds in found:
+        for of_rank in self._gathered(timings):
+            for key, seconds in of_rank:
                 together[tuple(key)].append(seconds)
-        return [(*key, statistics.median(each)) for key, each in sorted(together.items())]
+        return [(*key, statistics.median(of_ranks)) for key, of_ranks in sorted(together.items())]
 
 
 def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _backward(found: Any, grads: Sequence[Tensor] | None) -> None:
+def _least_middle_most(sizes: set[int]) -> list[int]:
+    """Return the smallest size, the one in the middle and the largest, each once."""
+    ascending = sorted(sizes)
+    return sorted({*ascending[:1], *ascending[len(ascending) // 2 :][:1], *ascending[-1:]})
+
+
+def _backward(outputs: Any, grads: Sequence[Tensor] | None) -> None:
     if grads is None:
-        loss = found[0] if isinstance(found, tuple | list) else found
+        loss = outputs[0] if isinstance(outputs, tuple | list) else outputs
         loss.float().reshape(()).backward()
     else:
-        wanted = [tensor for tensor in found if tensor.requires_grad]
+        wanted = [tensor for tensor in outputs if tensor.requires_grad]
         if wanted:  # `wanted` is empty if all parameters up to this section are frozen
             torch.autograd.backward(wanted, list(grads))

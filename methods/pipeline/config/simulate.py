@@ -9,7 +9,7 @@ standard deviation; it is drawn anew for each message and each pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,21 +74,11 @@ def simulate(
     import numpy as np
 
     network = network or Network()
-    draws = np.random.default_rng(seed)
-
-    def noisy(durations: Array, is_message: bool) -> Array:
-        sigma = network.jitter if is_message else pass_jitter
-        return (
-            durations * np.maximum(LEAST, 1 + sigma * draws.standard_normal(len(durations)))
-            if sigma
-            else durations
-        )
-
     pipeline = (seconds, num_micro_batches, network.sends(len(seconds)))
     runs = run_lines(
         lines(schedule, [pipeline] * num_replicas, is_opportunistic=is_opportunistic),
         sends_at_once=network.sends_at_once,
-        noise=noisy,
+        noise=_noise(network.jitter, pass_jitter, seed),
         keeps_units=keeps_units,
     )
     ended = np.max([run.ended for run in runs], axis=0)
@@ -99,3 +89,18 @@ def simulate(
         runs[0].starts,
         runs[0].ends,
     )
+
+
+def _noise(jitter: float, pass_jitter: float, seed: int) -> Callable[[Array, bool], Array]:
+    """Return a function that draws durations around their nominal values. `jitter`: of messages."""
+    import numpy as np
+
+    draws = np.random.default_rng(seed)
+
+    def noisy(durations: Array, is_message: bool) -> Array:
+        sigma = jitter if is_message else pass_jitter
+        if not sigma:
+            return durations
+        return durations * np.maximum(LEAST, 1 + sigma * draws.standard_normal(len(durations)))
+
+    return noisy

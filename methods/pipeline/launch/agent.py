@@ -44,11 +44,11 @@ class MachineAgent(RankAgent):
 
     def run(self) -> None:
         self.tell("ready", pid=os.getpid())
-        told = time.monotonic()
+        last = time.monotonic()  # time of the last report
         while True:
             self.turn(ALIVE_SECONDS)
-            if time.monotonic() > told + ALIVE_SECONDS:
-                told = time.monotonic()
+            if time.monotonic() > last + ALIVE_SECONDS:
+                last = time.monotonic()
                 self.tell("here")
 
     def tell(self, kind: str, **facts: Any) -> None:
@@ -82,17 +82,17 @@ class MachineAgent(RankAgent):
         that the store cannot be opened."""
         self.round = round
         try:
-            found, port = self.listen(address)
+            host, port = self.listen(address)
         except OSError:
             self.tell("no-store", address=address)
         else:
-            self.tell("store", address=found, port=port)
+            self.tell("store", address=host, port=port)
 
     def start(self, round: int, ranks: list[dict[str, Any]]) -> None:
         """Start this machine's ranks of a round. `ranks`: for each rank its number, arguments, environment, link and
         log file."""
         self.round = round
-        self.fork({each["rank"]: partial(run_script, self.script, each) for each in ranks})
+        self.fork({entry["rank"]: partial(run_script, self.script, entry) for entry in ranks})
 
     def signal(self) -> None:
         for rank in self.ranks.values():
@@ -104,17 +104,17 @@ class MachineAgent(RankAgent):
         self.tell("ended")
 
 
-def run_script(script: dict[str, Any], mine: dict[str, Any], told: int) -> int:
+def run_script(script: dict[str, Any], entry: dict[str, Any], reports: int) -> int:
     """Run the user's script in this process, as Python would run it; return its exit code. `script`: the launcher's
-    order. `mine`: this rank's entry in start(). `told`: file descriptor for reports."""
-    log = os.open(mine["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    order. `entry`: this rank's entry in start(). `reports`: file descriptor for reports."""
+    log = os.open(entry["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
-    os.environ.update(mine["environment"], VARUNA_LINK=json.dumps({**mine["link"], "descriptor": told}))
+    os.environ.update(entry["environment"], VARUNA_LINK=json.dumps({**entry["link"], "descriptor": reports}))
     os.chdir(script["code_dir"])
     path = os.path.abspath(script["script"])
-    sys.argv, code, error = [script["script"], *mine["arguments"]], 1, ""
+    sys.argv, code, error = [script["script"], *entry["arguments"]], 1, ""
     sys.path.insert(0, os.path.dirname(path))
     try:
         runpy.run_path(path, run_name="__main__")
@@ -130,10 +130,14 @@ def run_script(script: dict[str, Any], mine: dict[str, Any], told: int) -> int:
         error = "".join(traceback.format_exception(type(raised), raised, above or raised.__traceback__))
         print(error, file=sys.stderr)
     if code:
-        line = {"kind": "error", **mine["link"], "text": error[-ERROR_BYTES // 2 :]}
-        os.write(
-            told, (json.dumps({key: line[key] for key in ("kind", "rank", "round", "text")}) + "\n").encode()
-        )
+        link = entry["link"]
+        line = {
+            "kind": "error",
+            "rank": link["rank"],
+            "round": link["round"],
+            "text": error[-ERROR_BYTES // 2 :],
+        }
+        os.write(reports, (json.dumps(line) + "\n").encode())
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
     return code

@@ -89,7 +89,7 @@ class Round:
     running: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    told: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # reports by step and rank
+    step_reports: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # by step and rank
     # by step: ranks whose script saved this step's state
     saved: dict[int, set[int]] = field(default_factory=dict)
     is_seated: bool = False  # True: the ranks run and can receive signals
@@ -109,7 +109,7 @@ def seated(num_ranks: int, machines: Sequence[Remote], per_machine: int) -> list
 class Launcher:
     def __init__(self, job: LaunchJob, folder: Folder, say: Callable[[str], None]) -> None:
         self.job, self.folder, self.say = job, folder, say
-        self.told: queue.SimpleQueue[tuple[Remote, dict[str, Any] | None]] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[tuple[Remote, dict[str, Any] | None]] = queue.SimpleQueue()
         self.agents: list[Remote] = []
         self.listed: list[MachineLine] = read_list(job.machine_list)
         self.seen: list[MachineLine] | None = None
@@ -152,17 +152,17 @@ class Launcher:
         if time.monotonic() < self.polled + POLL_SECONDS:
             return
         self.polled = time.monotonic()
-        found: list[MachineLine] | None = None
+        lines: list[MachineLine] | None = None
         with contextlib.suppress(ValueError):  # the list is being replaced
-            found = read_list(self.job.machine_list)
-        if found is not None and found == self.seen:
-            self.listed = found
-        self.seen = found
-        there = {agent.line for agent in self.agents if not agent.is_leaving}
+            lines = read_list(self.job.machine_list)
+        if lines is not None and lines == self.seen:
+            self.listed = lines
+        self.seen = lines
+        present = {agent.line for agent in self.agents if not agent.is_leaving}
         for line in set(self.retry) - set(self.listed):
             del self.retry[line]
         for line in self.listed:
-            if line not in there and time.monotonic() >= self.retry.get(line, (0.0, 0.0))[0]:
+            if line not in present and time.monotonic() >= self.retry.get(line, (0.0, 0.0))[0]:
                 self._admit(line)
         for agent in self.agents:
             if agent.line not in self.listed and not agent.is_leaving:
@@ -182,7 +182,7 @@ class Launcher:
             "code_dir": str(self.job.code_dir),
         }
         log = self.folder.path / "logs" / f"agent-{line.address.replace('/', '_')}-{line.number}.txt"
-        self.agents.append(Remote(line, order, log, self.told))
+        self.agents.append(Remote(line, order, log, self.reports))
 
     def _dismiss(self, agent: Remote) -> None:
         self.agents.remove(agent)
@@ -308,19 +308,21 @@ class Launcher:
             if running.resume_step:
                 arguments.append(f"--resume_step={running.resume_step}")
             host = agent.line.host
-            there = Rendezvous(address, port, hosts.index(host), is_one_machine, run_id=str(running.number))
+            rendezvous = Rendezvous(
+                address, port, hosts.index(host), is_one_machine, run_id=str(running.number)
+            )
             ranks[agent].append(
                 {
                     "rank": rank,
                     "arguments": [*arguments, *self.job.arguments],
-                    "environment": there.variables(rank, local, spread.num_ranks, num_local[host]),
+                    "environment": rendezvous.variables(rank, local, spread.num_ranks, num_local[host]),
                     "link": {**link, "rank": rank},
                     "log": str(self.folder.path / "logs" / f"rank-{rank}.txt"),
                 }
             )
         running.is_seated = True
-        for agent, theirs in ranks.items():
-            agent.send({"do": "start", "round": running.number, "ranks": theirs})
+        for agent, orders in ranks.items():
+            agent.send({"do": "start", "round": running.number, "ranks": orders})
 
     def _ask_to_stop(self, running: Round) -> None:
         running.asked_to_stop = time.monotonic()
@@ -338,7 +340,7 @@ class Launcher:
         until = time.monotonic() + END_SECONDS
         while waiting and time.monotonic() < until:
             try:
-                agent, event = self.told.get(timeout=0.1)
+                agent, event = self.reports.get(timeout=0.1)
             except queue.Empty:
                 continue
             if event and event["kind"] == "ended":
@@ -355,9 +357,9 @@ class Launcher:
         """Wait at most `seconds` for a report of an agent. Handle this report, and all further reports that have
         arrived."""
         with contextlib.suppress(queue.Empty):
-            self._hear(*self.told.get(timeout=seconds))
+            self._hear(*self.reports.get(timeout=seconds))
             while True:
-                self._hear(*self.told.get_nowait())
+                self._hear(*self.reports.get_nowait())
 
     def _hear(self, agent: Remote, event: dict[str, Any] | None) -> None:
         running = self.round
@@ -407,7 +409,7 @@ class Launcher:
             if len(ranks) == running.spread.num_ranks:
                 self.folder.keep(saved=event["step"])
         if kind == "step":
-            running.told.setdefault(event["step"], {})[event["rank"]] = event
+            running.step_reports.setdefault(event["step"], {})[event["rank"]] = event
         if kind in ("step", "alive", "store"):
             running.heard = time.monotonic()
 
@@ -415,11 +417,13 @@ class Launcher:
         """Write the steps that all ranks have reported to the record, and the slow ranks to their file. Every
         PRUNE_SECONDS also remove old checkpoints."""
         spread = running.spread
-        while running.told and len(running.told[min(running.told)]) == spread.num_ranks:
-            step = min(running.told)
-            told = running.told.pop(step)
+        while (
+            running.step_reports and len(running.step_reports[min(running.step_reports)]) == spread.num_ranks
+        ):
+            step = min(running.step_reports)
+            reports = running.step_reports.pop(step)
             self.folder.record(
-                step_line(told)
+                step_line(reports)
                 | {
                     "num_workers": spread.num_ranks,
                     "num_stages": spread.num_stages,
@@ -431,17 +435,17 @@ class Launcher:
             )
             if step > self.furthest:
                 self.furthest, self.crashes = step, 0
-            pace.add({rank: event["busy_seconds"] for rank, event in told.items()})
+            pace.add({rank: event["busy_seconds"] for rank, event in reports.items()})
             self._name_slow(running, pace)
         if time.monotonic() > self.pruned + PRUNE_SECONDS:
             self.pruned = time.monotonic()
             self.folder.prune()
 
     def _name_slow(self, running: Round, pace: Pace) -> None:
-        found = [f"{running.seats[slow.rank][0].line.address} {slow}" for slow in pace.slow(running.spread)]
-        if found != pace.named:
-            pace.named = found
-            (self.folder.path / "slow_machines.txt").write_text("".join(f"{line}\n" for line in found))
+        lines = [f"{running.seats[slow.rank][0].line.address} {slow}" for slow in pace.slow(running.spread)]
+        if lines != pace.named:
+            pace.named = lines
+            (self.folder.path / "slow_machines.txt").write_text("".join(f"{line}\n" for line in lines))
 
     # ---- Ends
 
@@ -464,20 +468,21 @@ class Launcher:
         codes = dict(running.codes)  # Copied now: ranks that _end() kills next did not fail by themselves.
         self._end(running)
         failed = {rank: code for rank, code in codes.items() if code}
-        own = {
+        # ranks that failed by themselves, not because another rank was lost
+        causes = {
             rank: code
             for rank, code in failed.items()
             if not CONSEQUENCE.search(running.errors.get(rank, ""))
         }
-        killed = {rank: code for rank, code in own.items() if code < 0}
+        killed = {rank: code for rank, code in causes.items() if code < 0}
         if -signal.SIGUSR1 in codes.values():
             self.say("the script has no handler of SIGUSR1: going on from an earlier checkpoint")
             return None
-        if is_lost or (running.is_stopping and not own):
+        if is_lost or (running.is_stopping and not causes):
             return None  # the user has already been told of the lost machine
-        if own and not killed:
-            rank = min(own)
-            text = running.errors.get(rank) or f"exit code {own[rank]}"
+        if causes and not killed:
+            rank = min(causes)
+            text = running.errors.get(rank) or f"exit code {causes[rank]}"
             return self._crashed(f"rank {rank} crashed; its log is logs/rank-{rank}.txt\n{text.rstrip()}")
         first = min(killed or failed)
         what = (
@@ -501,10 +506,9 @@ class Launcher:
 
     def _stalled(self, running: Round) -> int:
         self._end(running)
-        last = {
-            rank: max((step for step in running.told if rank in running.told[step]), default=self.furthest)
-            for rank in range(running.spread.num_ranks)
-        }
+        last = dict.fromkeys(range(running.spread.num_ranks), self.furthest)
+        for step in sorted(running.step_reports):
+            last |= dict.fromkeys(running.step_reports[step], step)
         behind = min(last, key=lambda rank: last[rank])
         seconds = self.job.stall_seconds
         self._event("stalled", rank=behind)

@@ -99,11 +99,11 @@ def command(address: str) -> list[str]:
 
 class Remote:
     """The launcher's connection to one agent, which the connection starts. `order`: the agent's first order. `log`:
-    file for the agent's errors. `told`: a queue that gets pairs of this connection and a report; a report of None says
-    that the agent has ended."""
+    file for the agent's errors. `reports`: a queue that gets pairs of this connection and a report; a report of None
+    says that the agent has ended."""
 
     def __init__(
-        self, line: MachineLine, order: dict[str, Any], log: Path, events: queue.SimpleQueue[Any]
+        self, line: MachineLine, order: dict[str, Any], log: Path, reports: queue.SimpleQueue[Any]
     ) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
@@ -129,7 +129,7 @@ class Remote:
                 self.pid = self.process.pid
         assert self.process.stdin
         self.orders, self.answers = self.process.stdin, open(answers)  # noqa: SIM115
-        self.thread = threading.Thread(target=self._listen, args=(events,), daemon=True)
+        self.thread = threading.Thread(target=self._listen, args=(reports,), daemon=True)
         self.thread.start()
         self.send(order)
 
@@ -152,14 +152,14 @@ class Remote:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def _listen(self, events: queue.SimpleQueue[Any]) -> None:
+    def _listen(self, reports: queue.SimpleQueue[Any]) -> None:
         for text in self.answers:
             self.heard = time.monotonic()
             with contextlib.suppress(ValueError):  # an agent that is killed may leave half a line
                 event = json.loads(text)
                 if event["kind"] == "ready" and isinstance(self.process, fork_server.Forked):
                     self.pid = event["pid"]
-                events.put((self, event))
+                reports.put((self, event))
         if isinstance(self.process, subprocess.Popen):
             self.process.wait()
-        events.put((self, None))
+        reports.put((self, None))

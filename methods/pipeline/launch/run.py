@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -87,17 +88,13 @@ ORIGINALS = {
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
     machine_list: Path,
-    per_machine: int,
-    batch_size: int,
-    num_stages: int | None,
-    chunk_size: int | None,
-    profile: Path | None,
     code_dir: Path,
     folder: Path,
     checkpoint_every: int,
     stall_minutes: float,
     script: str,
     arguments: tuple[str, ...],
+    **settings: Any,
 ) -> None:
     """Train a script with CutPoints on machines that come and go.
 
@@ -109,7 +106,7 @@ def launch(
     code_dir = code_dir.resolve()
     if not (code_dir / script).is_file():
         raise ValueError(f"{code_dir / script}: expected a script, got none; try --code-dir")
-    choice = SpreadChoice(batch_size, per_machine, num_stages, chunk_size, profile)
+    choice = SpreadChoice(**settings)
     read_list(machine_list)
     job = LaunchJob(
         machine_list.resolve(),

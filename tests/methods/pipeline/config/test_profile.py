@@ -305,8 +305,9 @@ def test_a_profile_waits_for_the_job_that_holds_the_device(
 ) -> None:
     workload, told, done = Workload(**TINY), list[str](), threading.Event()
     monkeypatch.setattr(measured_profile, "ask", lambda module, order: done.set() or "")
-    given = (workload, [1], 1, tmp_path, "cpu", lambda event: told.append(event["text"]))
-    thread = threading.Thread(target=measured_profile.measure_profile, args=given)
+    job = Job("profile", workload, {"world_size": 1}, device="cpu")
+    arguments = (job, [1], tmp_path, lambda event: told.append(event["text"]))
+    thread = threading.Thread(target=measured_profile.measure_profile, args=arguments)
     with device_lock.turn(Job("some", workload), lambda event: None):
         thread.start()
         until(lambda: told)
