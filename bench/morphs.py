@@ -70,8 +70,8 @@ def main(schedules: int, first: int, steps: int) -> None:
                     verdict = Verdict("exit-code", f"exit code {played.code}:\n{played.output}")
             except TimeoutError as error:
                 verdict = Verdict("timeout", str(error))
-            for by, found in played.seconds.items():
-                seconds[by] += found
+            for by, morph_seconds in played.seconds.items():
+                seconds[by] += morph_seconds
             failed += not verdict.passed
             lost = len(read_lines(mine / "job" / "lost_steps.jsonl"))
             end = "passed" if verdict.passed else f"FAILED ({verdict.reason})"
@@ -81,10 +81,10 @@ def main(schedules: int, first: int, steps: int) -> None:
             )
     print(f"{schedules - failed} of {schedules} schedules train as one undisturbed process")
     for by, text in TEXTS.items():
-        if found := seconds[by]:
-            middle, most = statistics.median(found), max(found)
+        if morph_seconds := seconds[by]:
+            middle, most = statistics.median(morph_seconds), max(morph_seconds)
             print(
-                f"{len(found)} times from {text} to the next step: median {middle:.1f} s, largest {most:.1f} s"
+                f"{len(morph_seconds)} times from {text} to the next step: median {middle:.1f} s, largest {most:.1f} s"
             )
     sys.exit(1 if failed else 0)
 

@@ -16,7 +16,7 @@ import os
 import socket
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -36,18 +36,18 @@ def on_ranks(num_ranks: int, function: Any, *arguments: Any) -> list[Any]:
     context = processes.get_context("fork")
     results = context.SimpleQueue()
     started = [
-        context.Process(target=_rank, args=(rank, num_ranks, port, results, function, arguments))
+        context.Process(target=_rank, args=(rank, num_ranks, port, results, function, *arguments))
         for rank in range(num_ranks)
     ]
-    for each in started:
-        each.start()
-    found = dict(results.get() for _ in started)
-    for each in started:
-        each.join()
-    return [found[rank] for rank in range(num_ranks)]
+    for process in started:
+        process.start()
+    results_by_rank = dict(results.get() for _ in started)
+    for process in started:
+        process.join()
+    return [results_by_rank[rank] for rank in range(num_ranks)]
 
 
-def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arguments: Any) -> None:
+def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, *arguments: Any) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -58,19 +58,25 @@ def _rank(rank: int, num_ranks: int, port: int, results: Any, function: Any, arg
         raise
 
 
-def sleeping(
-    rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float, steps: int
-) -> list[float]:
-    """Return the seconds of each step on a rank whose passes sleep. `unit`: seconds of a forward pass or a recompute; a
-    backward pass takes two units.
-    """
+class SleepingPipeline(NamedTuple):
+    """A pipeline whose passes sleep. `unit`: seconds of a forward pass or a recompute; a backward pass takes two
+    units."""
+
+    num_stages: int
+    schedule: str
+    num_micro_batches: int
+    unit: float
+
+
+def sleeping(rank: int, pipeline: SleepingPipeline, steps: int) -> list[float]:
+    """Return the seconds of each step on a rank whose passes sleep."""
     import torch.distributed as dist
 
     from methods.pipeline.transport import join
 
     join(60.0)
-    make = sleeping_varuna if schedule.startswith("varuna") else sleeping_torch
-    step = make(rank, num_stages, schedule, num_micro_batches, unit)
+    make = sleeping_varuna if pipeline.schedule.startswith("varuna") else sleeping_torch
+    step = make(rank, pipeline)
     seconds = []
     for _ in range(steps + 1):
         dist.barrier()
@@ -82,12 +88,14 @@ def sleeping(
     return seconds[1:]  # leave out the first step, which includes the start of the ranks
 
 
-def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:
+def sleeping_varuna(rank: int, pipeline: SleepingPipeline) -> Any:
     import torch
 
     from methods.pipeline.engine import Engine, order_of
     from methods.pipeline.stage import Stage
     from methods.pipeline.transport import Transport
+
+    num_stages, schedule, num_micro_batches, unit = pipeline
 
     class SleepingStage(Stage):
         def forward(self, number: int, inputs: Any) -> Any:
@@ -110,12 +118,14 @@ def sleeping_varuna(rank: int, num_stages: int, schedule: str, num_micro_batches
     return Engine(stage, transport, order, is_opportunistic=is_free).step
 
 
-def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches: int, unit: float) -> Any:
+def sleeping_torch(rank: int, pipeline: SleepingPipeline) -> Any:
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage
 
     from methods.pipeline.torch_schedules import SCHEDULES as CLASSES
+
+    num_stages, schedule, num_micro_batches, unit = pipeline
 
     class Sleep(torch.autograd.Function):
         @staticmethod
@@ -142,8 +152,8 @@ def sleeping_torch(rank: int, num_stages: int, schedule: str, num_micro_batches:
     def step() -> None:
         losses: list[Any] = []
         inputs = (batch,) if rank == 0 else ()
-        told: dict[str, Any] = {"target": batch.detach(), "losses": losses} if rank == last else {}
-        loop.step(*inputs, **told, return_outputs=False)
+        last_arguments: dict[str, Any] = {"target": batch.detach(), "losses": losses} if rank == last else {}
+        loop.step(*inputs, **last_arguments, return_outputs=False)
 
     return step
 
@@ -172,17 +182,19 @@ def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: i
     from methods.pipeline.config.simulate import simulate
 
     rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]
-    found: dict[Any, list[float]] = {(row, is_idle): [] for row in rows for is_idle in (False, True)}
+    seconds_of: dict[Any, list[float]] = {(row, is_idle): [] for row in rows for is_idle in (False, True)}
     for _, row, is_idle in itertools.product(range(rounds), rows, (False, True)):
-        seconds = 0.0 if is_idle else unit
-        found[row, is_idle] += on_ranks(row[0], sleeping, *row, num_micro_batches, seconds, steps)[0]
+        pipeline = SleepingPipeline(*row, num_micro_batches, 0.0 if is_idle else unit)
+        seconds_of[row, is_idle] += on_ranks(row[0], sleeping, pipeline, steps)[0]
     print("| stages | schedule | s/step | simulated | measured / simulated | bubble | communication alone |")
     print("|---|---|---|---|---|---|---|")
     for num_stages, schedule in rows:
         name = schedule.split(",")[0]
         passes = {"F": unit, "R": unit, "B": 2 * unit}
         run = simulate(name, [passes] * num_stages, num_micro_batches, is_opportunistic=name == schedule)
-        measured, idle = (statistics.median(found[(num_stages, schedule), each]) for each in (False, True))
+        measured, idle = (
+            statistics.median(seconds_of[(num_stages, schedule), is_idle]) for is_idle in (False, True)
+        )
         print(
             f"| {num_stages} | {schedule} | {measured:.3f} | {run.step_seconds:.3f} |"
             f" {measured / run.step_seconds:.3f} | {run.bubble:.1%} | {idle / measured:.1%} |"

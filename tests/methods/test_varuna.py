@@ -69,11 +69,11 @@ def resident(workload: Workload = WORKLOAD, steps: int = STEPS) -> TrainingResul
     return train("resident", workload, steps)
 
 
-def distance(found: dict[str, Any], reference: TrainingResult) -> float:
+def distance(result: dict[str, Any], reference: TrainingResult) -> float:
     """The largest relative difference of a loss or a norm; infinite where one is not finite, or was skipped."""
     worst = 0.0
-    for ours, theirs in ((found["losses"], reference.losses), (found["norms"], reference.grad_norms)):
-        for a, b in zip(ours, theirs, strict=True):
+    for value, expected in ((result["losses"], reference.losses), (result["norms"], reference.grad_norms)):
+        for a, b in zip(value, expected, strict=True):
             if math.isfinite(a) and math.isfinite(b):
                 worst = max(worst, abs(a - b) / abs(b))
             elif math.isfinite(a) != math.isfinite(b):
@@ -85,17 +85,17 @@ class TrainedByRanks:
     """Results of trainings that share one start of ranks, by name."""
 
     def __init__(self, jobs: dict[Any, dict[str, Any]]) -> None:
-        found = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", list(jobs.values()))
-        self.by_name = {name: [ranks[number] for ranks in found] for number, name in enumerate(jobs)}
+        results = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", list(jobs.values()))
+        self.by_name = {name: [ranks[number] for ranks in results] for number, name in enumerate(jobs)}
 
     def first(self, name: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self.by_name[name][0]
-        return found
+        result: dict[str, Any] = self.by_name[name][0]
+        return result
 
 
 @pytest.fixture(scope="module")
 def quick() -> TrainedByRanks:
-    jobs: dict[Any, dict[str, Any]] = {each: job(*each) for each in QUICK}
+    jobs: dict[Any, dict[str, Any]] = {names: job(*names) for names in QUICK}
     jobs["one micro-batch"] = job((2, 1), chunk_size=4, steps=8)
     return TrainedByRanks(jobs)
 
@@ -124,9 +124,9 @@ def every() -> TrainedByRanks:
     return TrainedByRanks({place: job(*place, steps=FEW_STEPS) for place in OTHERS})
 
 
-@pytest.mark.parametrize("each", QUICK, ids=str)
-def test_losses_and_norms_are_those_of_one_process(each: Any, quick: TrainedByRanks) -> None:
-    assert distance(quick.first(each), resident()) < 1e-6
+@pytest.mark.parametrize("names", QUICK, ids=str)
+def test_losses_and_norms_are_those_of_one_process(names: Any, quick: TrainedByRanks) -> None:
+    assert distance(quick.first(names), resident()) < 1e-6
 
 
 @pytest.mark.heavy
@@ -139,38 +139,38 @@ def test_every_place_and_schedule_has_the_losses_and_norms_of_one_process(
 
 def test_every_rank_tells_the_same_losses_and_norms(quick: TrainedByRanks) -> None:
     for name, ranks in quick.by_name.items():
-        told = [(found["losses"], found["norms"]) for found in ranks if found]
-        assert all(str(each) == str(told[0]) for each in told), name
+        reports = [(result["losses"], result["norms"]) for result in ranks if result]
+        assert all(str(report) == str(reports[0]) for report in reports), name
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["bf16", "overflow", "saved", "resumed"])
 def test_every_rank_of_a_special_training_tells_the_same(name: str, special: TrainedByRanks) -> None:
-    told = [(found["losses"], found["norms"]) for found in special.by_name[name] if found]
-    assert all(str(each) == str(told[0]) for each in told)
+    reports = [(result["losses"], result["norms"]) for result in special.by_name[name] if result]
+    assert all(str(report) == str(reports[0]) for report in reports)
 
 
 def test_one_micro_batch_has_the_very_bits_of_resident_training(quick: TrainedByRanks) -> None:
-    found, reference = quick.first("one micro-batch"), resident(steps=8)
-    assert (found["losses"], found["norms"]) == (reference.losses, reference.grad_norms)
-    assert found["tensors"] == {
+    result, reference = quick.first("one micro-batch"), resident(steps=8)
+    assert (result["losses"], result["norms"]) == (reference.losses, reference.grad_norms)
+    assert result["tensors"] == {
         state.name: [bits(state.weight), bits(state.exp_avg)] for state in reference.trained.tensors
     }
 
 
 def test_one_rank_has_the_very_bits_of_resident_training_dropout_included() -> None:
     workload = dataclasses.replace(WORKLOAD, dropout=0.1)
-    reference, found = resident(workload, 6), train("varuna", workload, 6)
-    assert (found.losses, found.grad_norms) == (reference.losses, reference.grad_norms)
-    pairs = zip(found.trained.tensors, reference.trained.tensors, strict=True)
-    assert all(bits(ours.weight) == bits(theirs.weight) for ours, theirs in pairs)
+    reference, result = resident(workload, 6), train("varuna", workload, 6)
+    assert (result.losses, result.grad_norms) == (reference.losses, reference.grad_norms)
+    pairs = zip(result.trained.tensors, reference.trained.tensors, strict=True)
+    assert all(bits(state.weight) == bits(expected.weight) for state, expected in pairs)
 
 
 @pytest.mark.heavy
 def test_bf16_is_within_the_gates_tolerance(special: TrainedByRanks) -> None:
     workload = dataclasses.replace(WORKLOAD, dtype="bf16", learning_rate=0.1)
     pairs = zip(special.first("bf16")["losses"], resident(workload, 8).losses, strict=True)
-    assert max(abs(ours - theirs) / theirs for ours, theirs in pairs) < 5e-3
+    assert max(abs(loss - expected) / expected for loss, expected in pairs) < 5e-3
 
 
 @functools.cache
@@ -183,35 +183,35 @@ def overflowing_resident() -> TrainingResult:
 @pytest.mark.heavy
 def test_every_rank_skips_the_steps_that_resident_training_skips(special: TrainedByRanks) -> None:
     """Three, of which the last has no gradient beyond fp16 but the sum of the embedding's two."""
-    for found in special.by_name["overflow"][:2]:
+    for result in special.by_name["overflow"][:2]:
         assert (
-            found["skipped"]
-            == [not math.isfinite(norm) for norm in found["norms"]]
+            result["skipped"]
+            == [not math.isfinite(norm) for norm in result["norms"]]
             == [True] * 3 + [False] * 5
         )
-        assert distance(found, overflowing_resident()) < 1e-3
+        assert distance(result, overflowing_resident()) < 1e-3
 
 
 def test_one_rank_has_the_very_bits_of_resident_training_through_overflows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("methods.shared.loss_scale.INITIAL_LOSS_SCALE", ABOVE)
-    reference, found = overflowing_resident(), train("varuna", overflowing(batch_size=4), 8)
-    assert found.losses == reference.losses
-    pairs = zip(found.trained.tensors, reference.trained.tensors, strict=True)
-    assert all(bits(ours.weight) == bits(theirs.weight) for ours, theirs in pairs)
+    reference, result = overflowing_resident(), train("varuna", overflowing(batch_size=4), 8)
+    assert result.losses == reference.losses
+    pairs = zip(result.trained.tensors, reference.trained.tensors, strict=True)
+    assert all(bits(state.weight) == bits(expected.weight) for state, expected in pairs)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", METHOD_BUGS)
 def test_a_planted_bug_shows(name: str, special: TrainedByRanks) -> None:
     """In the losses or norms of the first rank, by a hundred times the tolerance and more."""
-    found = special.first(name)
+    result = special.first(name)
     if "overflow" in name:
         # other steps are skipped, or losses not finite
-        assert distance(found, overflowing_resident()) == math.inf
+        assert distance(result, overflowing_resident()) == math.inf
     else:
-        assert distance(found, resident(steps=4)) > 1e-4
+        assert distance(result, resident(steps=4)) > 1e-4
 
 
 @pytest.mark.heavy
@@ -222,7 +222,7 @@ def test_a_job_resumes_with_other_stages_and_replicas(special: TrainedByRanks) -
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (
             {"world_size": 4, "num_stages": 3},
@@ -239,10 +239,10 @@ def test_a_job_resumes_with_other_stages_and_replicas(special: TrainedByRanks) -
         ({"schedule": "zero"}, "expected varuna or 1f1b or gpipe, got 'zero'"),
     ],
 )
-def test_what_cannot_be_cut_so_is_one_line(options: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_cut_so_is_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         create("varuna", options).plan(WORKLOAD, Room())
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_plan_chooses_and_names_what_fits() -> None:
@@ -273,24 +273,44 @@ def test_a_resumed_job_is_of_the_same_workload(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_the_door_trains_plans_and_traces_every_rank(tmp_path: Path) -> None:
-    words = ["-m", "varuna", "--ranks", "4", "--option", "num_stages=2", *SIZES, "--results", str(tmp_path)]
-    done = cli.run(*words, "--steps", "6", "--trace", str(tmp_path / "trace.json"))
+    arguments = [
+        "-m",
+        "varuna",
+        "--ranks",
+        "4",
+        "--option",
+        "num_stages=2",
+        *SIZES,
+        "--results",
+        str(tmp_path),
+    ]
+    done = cli.run(*arguments, "--steps", "6", "--trace", str(tmp_path / "trace.json"))
     assert done.returncode == 0 and "gate passed" in done.stdout, done.stderr + done.stdout
-    record = next(each for each in read_all(tmp_path)[0].values() if each.job.method == "varuna")
+    record = next(record for record in read_all(tmp_path)[0].values() if record.job.method == "varuna")
     assert record.machine["peak_rank"] in range(4) and len(record.predicted["stages"]) == 2
     tracks = {span.track for span in read(tmp_path / "trace.json").spans}
     assert {f"compute rank {rank}" for rank in range(4)} <= tracks
     works = {span.work for span in read(tmp_path / "trace.json").spans}
     assert {"forward", "recompute", "backward", "send activation", "send gradient"} <= works
-    planned = cli.run("plan", *words[:-2])
+    planned = cli.run("plan", *arguments[:-2])
     assert "stage 0, embedding" in planned.stdout and "stage 1" in planned.stdout
 
 
 @pytest.mark.heavy
 def test_a_killed_rank_is_named_and_the_others_end_at_once(tmp_path: Path) -> None:
-    words = ["-m", "varuna", "--ranks", "3", "--option", "num_stages=3", *SIZES, "--results", str(tmp_path)]
+    arguments = [
+        "-m",
+        "varuna",
+        "--ranks",
+        "3",
+        "--option",
+        "num_stages=3",
+        *SIZES,
+        "--results",
+        str(tmp_path),
+    ]
     a_day = "peer_seconds=86400"  # for which a peer that is only silent is waited for
-    run = cli.start(*words, "--steps", "20000", "--option", a_day, stderr=subprocess.PIPE)
+    run = cli.start(*arguments, "--steps", "20000", "--option", a_day, stderr=subprocess.PIPE)
     ranks = training_ranks(tmp_path)
     ranks[1].kill()
     psutil.wait_procs([ranks[0], ranks[2]])
@@ -301,8 +321,18 @@ def test_a_killed_rank_is_named_and_the_others_end_at_once(tmp_path: Path) -> No
 
 @pytest.mark.heavy
 def test_a_rank_that_stands_still_is_named_after_the_limit(tmp_path: Path) -> None:
-    words = ["-m", "varuna", "--ranks", "3", "--option", "num_stages=3", *SIZES, "--results", str(tmp_path)]
-    run = cli.start(*words, "--steps", "20000", "--option", "peer_seconds=15", stderr=subprocess.PIPE)
+    arguments = [
+        "-m",
+        "varuna",
+        "--ranks",
+        "3",
+        "--option",
+        "num_stages=3",
+        *SIZES,
+        "--results",
+        str(tmp_path),
+    ]
+    run = cli.start(*arguments, "--steps", "20000", "--option", "peer_seconds=15", stderr=subprocess.PIPE)
     ranks = training_ranks(tmp_path)
     ranks[1].suspend()
     try:
@@ -317,19 +347,19 @@ def test_a_rank_that_stands_still_is_named_after_the_limit(tmp_path: Path) -> No
 
 @pytest.mark.heavy
 def test_a_job_resumes_at_the_door(tmp_path: Path) -> None:
-    folder, words = tmp_path / "checkpoints", ["-m", "varuna", *SIZES, "--results", str(tmp_path)]
+    folder, arguments = tmp_path / "checkpoints", ["-m", "varuna", *SIZES, "--results", str(tmp_path)]
     first = cli.run(
-        *words, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4"
+        *arguments, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4"
     )
     assert first.returncode == 0, first.stderr + first.stdout
-    done = cli.run(*words, "--steps", "8", "--ranks", "2", "--resume", folder)
+    done = cli.run(*arguments, "--steps", "8", "--ranks", "2", "--resume", folder)
     assert done.returncode == 0 and "gate passed" in done.stdout, done.stderr + done.stdout
-    record = [each for each in read_all(tmp_path)[0].values() if each.job.options.get("resume")][-1]
+    record = [record for record in read_all(tmp_path)[0].values() if record.job.options.get("resume")][-1]
     assert record.schedule["resumed_steps"] == 4 and len(record.timed_seconds) <= 4
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ("--ranks 8 --option num_stages=8", "num_stages: expected 1 to 4"),
         ("--ranks 4 --option num_stages=3", "expected a divisor of the 4 ranks, got 3"),
@@ -338,9 +368,9 @@ def test_a_job_resumes_at_the_door(tmp_path: Path) -> None:
         ("--resume no/such", "no/such: expected a complete checkpoint, got none"),
     ],
 )
-def test_bad_input_is_one_line_and_starts_nothing(words: str, told: str, tmp_path: Path) -> None:
-    done = cli.run("-m", "varuna", *words.split(), *SIZES, "--results", tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and told in done.stderr, done.stderr
+def test_bad_input_is_one_line_and_starts_nothing(arguments: str, message: str, tmp_path: Path) -> None:
+    done = cli.run("-m", "varuna", *arguments.split(), *SIZES, "--results", tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and message in done.stderr, done.stderr
     assert not list(tmp_path.iterdir())
 
 

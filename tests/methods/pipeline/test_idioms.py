@@ -51,13 +51,13 @@ def batch(size: int, device: Any = None) -> dict[str, Any]:
 
 
 def uneven(size: int, device: Any = None) -> dict[str, Any]:
-    given = batch(size)
-    return {**given, "y": given["y"].masked_fill(torch.arange(size) % 3 == 1, -100)}
+    inputs = batch(size)
+    return {**inputs, "y": inputs["y"].masked_fill(torch.arange(size) % 3 == 1, -100)}
 
 
 def counted(size: int, device: Any = None) -> dict[str, Any]:
-    given = uneven(size)
-    return {**given, "per_sample": (given["y"] != -100).float().mean().reshape(1)}
+    inputs = uneven(size)
+    return {**inputs, "per_sample": (inputs["y"] != -100).float().mean().reshape(1)}
 
 
 def mean(model: Any, output: Tensor, y: Tensor) -> Tensor:
@@ -115,13 +115,13 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
 }
 
 
-def made(make: Callable[[], nn.Module]) -> Any:
+def seeded_model(make: Callable[[], nn.Module]) -> Any:
     torch.manual_seed(0)
     return make()
 
 
-def pipeline(make: Callable[[], nn.Module], batch_of: Callable[..., Any] = batch, **words: Any) -> Varuna:
-    model = Varuna(made(make), "0;", batch_of, SIZE, CHUNK, device="cpu", **words)
+def pipeline(make: Callable[[], nn.Module], batch_of: Callable[..., Any] = batch, **options: Any) -> Varuna:
+    model = Varuna(seeded_model(make), "0;", batch_of, SIZE, CHUNK, device="cpu", **options)
     model.set_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1))
     return model
 
@@ -129,10 +129,10 @@ def pipeline(make: Callable[[], nn.Module], batch_of: Callable[..., Any] = batch
 @pytest.mark.parametrize("row", EXACT)
 def test_what_the_page_calls_exact_is_the_training_of_one_process(row: str) -> None:
     make, batch_of = EXACT[row]
-    model, plain, inputs = pipeline(make, batch_of), made(make), batch_of(SIZE)
+    model, plain, inputs = pipeline(make, batch_of), seeded_model(make), batch_of(SIZE)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1)
     for _ in range(3):
-        found, _ = model.step(inputs, clip_grad_max_norm=0.5)
+        mean_loss, _ = model.step(inputs, clip_grad_max_norm=0.5)
         model.optimizer.step()
         optimizer.zero_grad()
         loss = plain(**inputs)
@@ -140,7 +140,7 @@ def test_what_the_page_calls_exact_is_the_training_of_one_process(row: str) -> N
         loss.backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
-        assert found == pytest.approx(loss.item(), rel=1e-5)
+        assert mean_loss == pytest.approx(loss.item(), rel=1e-5)
     weights = dict(plain.named_parameters())
     assert all(torch.allclose(weight, weights[name], atol=1e-5) for name, weight in model.named_parameters())
 

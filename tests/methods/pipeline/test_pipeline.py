@@ -86,8 +86,8 @@ def trained(folder: str) -> dict[str, list[Any]]:
         SHORT_BUG: job("0;1;", 3, bug=SHORT_BUG),
         RANDOM_BUG: job("0;1;2;", 2, dropout=DROPOUT, bug=RANDOM_BUG),
     }
-    found = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", list(jobs.values()))
-    return {name: [ranks[number] for ranks in found if ranks[number]] for number, name in enumerate(jobs)}
+    results = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", list(jobs.values()))
+    return {name: [ranks[number] for ranks in results if ranks[number]] for number, name in enumerate(jobs)}
 
 
 @functools.cache
@@ -95,40 +95,40 @@ def alone() -> tuple[list[float], list[float], dict[str, list[float]]]:
     return user_model.train_alone(STEPS, SIZE)
 
 
-def distance(found: dict[str, Any], expected: tuple[list[float], list[float]] | None = None) -> float:
+def distance(result: dict[str, Any], expected: tuple[list[float], list[float]] | None = None) -> float:
     """The largest relative difference of a loss or a norm from one process's."""
     losses, norms = expected or alone()[:2]
-    first = found["first"]
-    last = first + len(found["losses"])
+    first = result["first"]
+    last = first + len(result["losses"])
     pairs = [
-        *zip(found["losses"], losses[first:last], strict=True),
-        *zip(found["norms"], norms[first:last], strict=True),
+        *zip(result["losses"], losses[first:last], strict=True),
+        *zip(result["norms"], norms[first:last], strict=True),
     ]
-    return max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+    return max(abs(value - expected_value) / expected_value for value, expected_value in pairs)
 
 
 @pytest.mark.parametrize("name", ["2x2", "short", "cuts", "4x1", "resumed", "on meta", "gpipe", "1f1b"])
 def test_losses_and_norms_are_those_of_one_process(name: str, trained: dict[str, list[Any]]) -> None:
-    for found in trained[name]:
-        assert distance(found) < 1e-6
+    for result in trained[name]:
+        assert distance(result) < 1e-6
 
 
 def test_the_parts_together_are_the_model_that_one_process_trains(trained: dict[str, list[Any]]) -> None:
     _, _, weights = alone()
-    parts = {name: value for found in trained["4x1"] for name, value in found["part"].items()}
+    parts = {name: value for result in trained["4x1"] for name, value in result["part"].items()}
     assert parts.keys() == weights.keys()
     for name, value in weights.items():
         assert parts[name] == pytest.approx(value, abs=1e-5), name
 
 
 def test_shared_weights_stay_the_same(trained: dict[str, list[Any]]) -> None:
-    parts = [found["part"] for found in trained["4x1"]]
+    parts = [result["part"] for result in trained["4x1"]]
     assert parts[0]["wte.weight"] == parts[-1]["head.weight"]
 
 
 def test_of_a_model_without_memory_a_process_makes_its_stage_alone(trained: dict[str, list[Any]]) -> None:
     """The embedding is the head, too, so both stages have it."""
-    lower, upper = (found["here"] for found in trained["on meta"][:2])
+    lower, upper = (result["here"] for result in trained["on meta"][:2])
     whole = {name for name, _ in user_model.make().named_parameters()}
     assert {*lower} | {*upper} == whole and {*lower} & {*upper} == {"wte.weight"}
     assert "wpe.weight" in lower and "blocks.3.linear.weight" in upper
@@ -142,17 +142,17 @@ def test_a_model_without_memory_needs_what_fills_it(single: Varuna) -> None:
 def test_rounded_weights_made_by_each_process_are_those_of_the_whole_model(
     trained: dict[str, list[Any]],
 ) -> None:
-    for made, given in zip(trained["fp16 on meta"], trained["fp16"], strict=True):
-        assert (made["losses"], made["norms"], made["part"]) == (
-            given["losses"],
-            given["norms"],
-            given["part"],
+    for on_meta, whole in zip(trained["fp16 on meta"], trained["fp16"], strict=True):
+        assert (on_meta["losses"], on_meta["norms"], on_meta["part"]) == (
+            whole["losses"],
+            whole["norms"],
+            whole["part"],
         )
 
 
 def test_torchs_schedules_take_micro_batches_of_one_size(trained: dict[str, list[Any]]) -> None:
-    told = trained["gpipe of short micro-batches"]
-    assert told == ["chunk_size: expected micro-batches of one size for gpipe, got 3, 3, 2"] * 2
+    messages = trained["gpipe of short micro-batches"]
+    assert messages == ["chunk_size: expected micro-batches of one size for gpipe, got 3, 3, 2"] * 2
 
 
 @pytest.mark.parametrize("name", ["4x1", "gpipe"])
@@ -162,21 +162,21 @@ def test_evaluation_is_the_loss_of_the_global_batch(name: str, trained: dict[str
         {name: torch.tensor(value).view_as(model.state_dict()[name]) for name, value in alone()[2].items()}
     )
     expected = model.eval()(**user_model.batch(STEPS, SIZE)).item()
-    assert [found["evaluated"] for found in trained[name]] == pytest.approx([expected] * 4, rel=1e-5)
+    assert [result["evaluated"] for result in trained[name]] == pytest.approx([expected] * 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_half_precision_follows_fp32(name: str, trained: dict[str, list[Any]]) -> None:
-    for found in trained[name]:
-        assert distance(found) < (1e-2 if name == "fp16" else 1e-1) and not any(found["skipped"])
+    for result in trained[name]:
+        assert distance(result) < (1e-2 if name == "fp16" else 1e-1) and not any(result["skipped"])
 
 
 def test_an_overflow_is_told_to_every_process(trained: dict[str, list[Any]]) -> None:
-    told = [found["skipped"] for found in trained["fp16 from far above"]]
-    assert told[0] == told[1] and told[0][0] and not told[0][-1]
-    for found in trained["fp16 from far above"]:
-        is_finite = [math.isfinite(norm) for norm in found["norms"]]
-        assert is_finite == [not skipped for skipped in found["skipped"]]
+    skipped_steps = [result["skipped"] for result in trained["fp16 from far above"]]
+    assert skipped_steps[0] == skipped_steps[1] and skipped_steps[0][0] and not skipped_steps[0][-1]
+    for result in trained["fp16 from far above"]:
+        is_finite = [math.isfinite(norm) for norm in result["norms"]]
+        assert is_finite == [not skipped for skipped in result["skipped"]]
 
 
 def test_a_short_micro_batch_that_weighs_as_the_others_shows(trained: dict[str, list[Any]]) -> None:
@@ -186,8 +186,8 @@ def test_a_short_micro_batch_that_weighs_as_the_others_shows(trained: dict[str, 
 def test_one_process_reads_a_checkpoint_of_four(trained: dict[str, list[Any]], folder: str) -> None:
     whole = read_checkpoint(folder)
     assert json.loads(whole["progress"])["num_steps"] == 3
-    for found in trained["2x2"]:
-        for name, value in found["part"].items():
+    for result in trained["2x2"]:
+        for name, value in result["part"].items():
             assert whole[f"weights.{name}"].flatten().tolist() == value
             assert whole[f"optimizer.{name}.step"].item() == 3
             assert json.loads(whole[f"options.{name}"])["lr"] == user_model.LEARNING_RATE
@@ -201,8 +201,8 @@ def test_dropout_is_that_of_one_process_that_draws_stage_by_stage(
     name: str, trained: dict[str, list[Any]]
 ) -> None:
     """Of three stages two recompute; with other random numbers than before, it shows."""
-    for found in trained[name]:
-        far = distance(found, user_model.train_with_dropout(STEPS, SIZE, 2, found["active"], DROPOUT))
+    for result in trained[name]:
+        far = distance(result, user_model.train_with_dropout(STEPS, SIZE, 2, result["active"], DROPOUT))
         assert far > 1e-2 if name == RANDOM_BUG else far < 1e-6
 
 
@@ -258,7 +258,7 @@ def test_the_parts_compute_what_the_model_does(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("branch", "cannot be traced"),
         ("twice", "a CutPoint is used twice in a forward pass: make a CutPoint for each place"),
@@ -269,9 +269,9 @@ def test_the_parts_compute_what_the_model_does(kind: str) -> None:
         ("size", "expected tensors at the cut above stage 0, got int"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_one_line(kind: str, told: str) -> None:
+def test_a_model_that_cannot_be_cut_is_one_line(kind: str, message: str) -> None:
     model = Two(kind)
-    with pytest.raises(ValueError, match=told) as error:
+    with pytest.raises(ValueError, match=message) as error:
         parts = parts_of(model)
         specs_of(next(probe(parts, INPUTS))[0], 0)
         find_shared(model, parts, [])
@@ -290,15 +290,15 @@ def test_the_norm_counts_a_parameter_that_two_stages_use_under_one_name() -> Non
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "message"),
     [
         (("first.weight", "third.weight"), "the model has no parameter third.weight"),
         (("first.weight", "second.weight"), r"got \(4, 4\) of first.weight and \(1, 4\) of second.weight"),
     ],
 )
-def test_a_pair_that_cannot_be_shared_is_named(pair: tuple[str, str], told: str) -> None:
+def test_a_pair_that_cannot_be_shared_is_named(pair: tuple[str, str], message: str) -> None:
     model = Two()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         find_shared(model, parts_of(model), [pair])
 
 
@@ -315,8 +315,8 @@ def test_a_stage_without_parameters_is_refused() -> None:
 
 
 def test_cuts_that_are_named_are_taken(trained: dict[str, list[Any]]) -> None:
-    assert [found["active"] for found in trained["cuts"]] == [[0], [0]]
-    assert [found["active"] for found in trained["fp16"]] != [[0], [0]]
+    assert [result["active"] for result in trained["cuts"]] == [[0], [0]]
+    assert [result["active"] for result in trained["fp16"]] != [[0], [0]]
     assert not any(name.startswith("blocks.1.") for name in trained["cuts"][0]["part"])
 
 
@@ -352,23 +352,23 @@ def test_shapes_that_change_are_named_by_every_process_or_where_they_are_sent(
 
 
 def test_what_has_a_batch_of_one_goes_to_every_micro_batch() -> None:
-    found = split({"x": torch.arange(5), "y": torch.ones(1, 3), "z": None}, [2, 2, 1])
-    assert [each["x"].tolist() for each in found] == [[0, 1], [2, 3], [4]]
-    assert all(each["y"].shape == (1, 3) and each["z"] is None for each in found)
+    micro_batches = split({"x": torch.arange(5), "y": torch.ones(1, 3), "z": None}, [2, 2, 1])
+    assert [micro_batch["x"].tolist() for micro_batch in micro_batches] == [[0, 1], [2, 3], [4]]
+    assert all(micro_batch["y"].shape == (1, 3) and micro_batch["z"] is None for micro_batch in micro_batches)
     with pytest.raises(ValueError, match="expected 5 samples of x in this process, got 4"):
         split({"x": torch.arange(4)}, [2, 2, 1])
 
 
 def test_maps_are_read_as_published() -> None:
-    found = RankMap.parse("0,2;1,3;")
-    assert (found.num_stages, found.num_replicas, found.stage_and_replica(3)) == (2, 2, (1, 1))
-    assert found == RankMap.parse("0,2;1,3") == RankMap.parse(str(RankMap.make(2, 2))) and found.pipeline(
+    ranks = RankMap.parse("0,2;1,3;")
+    assert (ranks.num_stages, ranks.num_replicas, ranks.stage_and_replica(3)) == (2, 2, (1, 1))
+    assert ranks == RankMap.parse("0,2;1,3") == RankMap.parse(str(RankMap.make(2, 2))) and ranks.pipeline(
         1
     ) == [2, 3]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("0,1;2;", "equally many ranks in each stage"),
         ("0;0;", "each rank from 0 to 1 once"),
@@ -376,8 +376,8 @@ def test_maps_are_read_as_published() -> None:
         ("", "equally many ranks in each stage"),
     ],
 )
-def test_a_map_that_is_none_is_refused(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_map_that_is_none_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RankMap.parse(text)
 
 
@@ -485,10 +485,10 @@ def test_all_ranks_take_the_cpu_and_the_first_says_so_if_a_machine_has_fewer_gpu
         "all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank 2 has 2 ranks and"
         " 1 GPU"
     )
-    for rank, (number, world_size, device, told, printed, backend) in enumerate(
+    for rank, (number, world_size, device, seat_note, printed, backend) in enumerate(
         trained["too few gpus on the other machine"]
     ):
-        assert (number, world_size, device, told, printed) == (
+        assert (number, world_size, device, seat_note, printed) == (
             rank,
             4,
             "cpu",
@@ -502,11 +502,11 @@ def test_all_ranks_take_the_cpu_and_the_first_says_so_if_a_machine_has_fewer_gpu
 def test_ranks_on_the_cpu_say_nothing_where_no_gpu_is_lacking(
     name: str, trained: dict[str, list[Any]]
 ) -> None:
-    assert [found[2:5] for found in trained[name]] == [["cpu", "", ""]] * 2
+    assert [seat[2:5] for seat in trained[name]] == [["cpu", "", ""]] * 2
 
 
 @pytest.mark.parametrize(
-    ("asked", "local", "gpus", "taken"),
+    ("requested", "local", "gpus", "taken"),
     [
         ((-1, -1), ("1", "2"), 2, "cuda:1"),
         ((-1, 1), ("0", "2"), 2, "cuda:1"),
@@ -522,7 +522,7 @@ def test_ranks_on_the_cpu_say_nothing_where_no_gpu_is_lacking(
     ],
 )
 def test_a_rank_takes_the_gpu_of_its_number_among_the_ranks_of_its_machine(
-    asked: tuple[Any, int], local: tuple[str, str], gpus: int, taken: str, monkeypatch: pytest.MonkeyPatch
+    requested: tuple[Any, int], local: tuple[str, str], gpus: int, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And makes it the current one, on whose stream it waits."""
     current: list[torch.device] = []
@@ -531,7 +531,7 @@ def test_a_rank_takes_the_gpu_of_its_number_among_the_ranks_of_its_machine(
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     trainings.see_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert str(take_seat(1.0, *asked).device) == taken
+    assert str(take_seat(1.0, *requested).device) == taken
     assert [str(device) for device in current] == [taken] * (":" in taken)
 
 
@@ -583,8 +583,8 @@ def test_a_message_that_never_comes_names_its_rank() -> None:
 
 def test_a_rank_that_takes_no_part_in_a_sum_is_named_after_the_limit(trained: dict[str, list[Any]]) -> None:
     """Of a second, where torch gives a group of its own half an hour."""
-    told = trained["sum"][0]
-    assert told.startswith("rank 1 took no part in a sum: look at its log (") and "\n" not in told
+    message = trained["sum"][0]
+    assert message.startswith("rank 1 took no part in a sum: look at its log (") and "\n" not in message
 
 
 # ---- The documents' snippet

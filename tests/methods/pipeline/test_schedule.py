@@ -9,25 +9,25 @@ from methods.pipeline.schedule import SCHEDULES, SLOTS, orders, step_seconds
 GRID = [(stages, micro_batches) for stages in (1, 2, 3, 5, 8) for micro_batches in (1, 2, 4, 9)]
 
 
-def told(schedule: str, num_stages: int, num_micro_batches: int) -> list[str]:
-    found = orders(schedule, num_stages, num_micro_batches)
-    return [" ".join(f"{item.kind}{item.micro_batch}" for item in order) for order in found]
+def order_texts(schedule: str, num_stages: int, num_micro_batches: int) -> list[str]:
+    stage_orders = orders(schedule, num_stages, num_micro_batches)
+    return [" ".join(f"{item.kind}{item.micro_batch}" for item in order) for order in stage_orders]
 
 
 def test_varunas_order_by_hand() -> None:
     """Slot by slot: stage 0 begins R0 in the slot in which stage 1 has done half of B0."""
-    assert told("varuna", 2, 2) == ["F0 F1 R0 B0 R1 B1", "F0 B0 F1 B1"]
-    assert told("varuna", 2, 3) == ["F0 F1 F2 R0 B0 R1 B1 R2 B2", "F0 B0 F1 B1 F2 B2"]
+    assert order_texts("varuna", 2, 2) == ["F0 F1 R0 B0 R1 B1", "F0 B0 F1 B1"]
+    assert order_texts("varuna", 2, 3) == ["F0 F1 F2 R0 B0 R1 B1 R2 B2", "F0 B0 F1 B1 F2 B2"]
 
 
 def test_without_a_limit_the_first_stage_of_four_runs_all_eight_forward_passes_first() -> None:
     """As the original does: only inputs are kept."""
-    assert told("varuna", 4, 8)[0].startswith("F0 F1 F2 F3 F4 F5 F6 F7 R0 B0")
+    assert order_texts("varuna", 4, 8)[0].startswith("F0 F1 F2 F3 F4 F5 F6 F7 R0 B0")
 
 
 def test_the_other_orders_by_hand() -> None:
-    assert told("gpipe", 2, 2) == ["F0 F1 R0 B0 R1 B1"] * 2
-    assert told("1f1b", 2, 3) == ["F0 F1 R0 B0 F2 R1 B1 R2 B2", "F0 R0 B0 F1 R1 B1 F2 R2 B2"]
+    assert order_texts("gpipe", 2, 2) == ["F0 F1 R0 B0 R1 B1"] * 2
+    assert order_texts("1f1b", 2, 3) == ["F0 F1 R0 B0 F2 R1 B1 R2 B2", "F0 R0 B0 F1 R1 B1 F2 R2 B2"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -82,11 +82,11 @@ def test_stages_wait_as_long_as_the_authors_drew() -> None:
     all others keep: 25 stages would waste less than 20 and 30."""
     shapes = [(stages, factor * stages) for stages in WASTED for factor in range(2, 11)]
     pipelines = [([SLOTS] * stages, number, 0.01) for stages, number in shapes]
-    found = step_seconds("varuna", pipelines, is_opportunistic=False)
-    wasted = [100 * (1 - 4 * number / seconds) for (_, number), seconds in zip(shapes, found, strict=True)]
-    drawn = [each for curve in WASTED.values() for each in curve]
+    steps = step_seconds("varuna", pipelines, is_opportunistic=False)
+    wasted = [100 * (1 - 4 * number / seconds) for (_, number), seconds in zip(shapes, steps, strict=True)]
+    drawn = [point for curve in WASTED.values() for point in curve]
     far = [
-        shape for shape, ours, theirs in zip(shapes, wasted, drawn, strict=True) if abs(ours - theirs) > 0.3
+        shape for shape, share, point in zip(shapes, wasted, drawn, strict=True) if abs(share - point) > 0.3
     ]
     assert far == [(25, 250)]
 

@@ -34,16 +34,16 @@ ABOVE = 2.0**20  # a loss scale whose first steps overflow
 
 def on_this_rank(rank: int, trainings: list[dict[str, Any]]) -> list[Any]:
     """A result for each training, None where this rank is not in it."""
-    found: list[Any] = []
+    results: list[Any] = []
     for number, training in enumerate(trainings):
         bug = BY_NAME[training["bug"]] if training.get("bug") else None
         with meeting(rank, training["ranks"], number) as is_in:
             if not is_in:
-                found.append(None)
+                results.append(None)
                 continue
             with planted(bug.file, bug.old, bug.new) if bug else nullcontext():
-                found.append(KINDS[training["kind"]](training))
-    return found
+                results.append(KINDS[training["kind"]](training))
+    return results
 
 
 def by_method(training: dict[str, Any]) -> dict[str, Any]:
@@ -58,15 +58,15 @@ def train(workload: Workload, steps: int, options: dict[str, Any], name: str = "
     """Losses and norms of each step, steps skipped, and on the first rank sums that tell every tensor's bits."""
     torch.manual_seed(workload.seed)
     training = settled(name, options, workload).train(workload, token_batches(workload, steps), "cpu")
-    found: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
+    result: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
     for _ in range(steps):
         step = next(training)
         assert step.grad_norm is not None
-        found["losses"].append(step.loss.item())
-        found["norms"].append(step.grad_norm.item())
-        found["skipped"].append(step.is_skipped)
-    found["tensors"] = {state.name: [bits(state.weight), bits(state.exp_avg)] for state in end_of(training)}
-    return found
+        result["losses"].append(step.loss.item())
+        result["norms"].append(step.grad_norm.item())
+        result["skipped"].append(step.is_skipped)
+    result["tensors"] = {state.name: [bits(state.weight), bits(state.exp_avg)] for state in end_of(training)}
+    return result
 
 
 def peak(training: dict[str, Any]) -> int:
@@ -77,15 +77,15 @@ def peak(training: dict[str, Any]) -> int:
         Workload(**training["workload"]),
         {"world_size": training["ranks"], **training["options"]},
     )
-    found = 0
+    num_bytes = 0
     with Tracker() as tracker:
         batches = [(inputs.to(device), targets.to(device)) for inputs, targets in token_batches(workload, 2)]
         training = settled("varuna", options, workload).train(workload, batches, device)
         for _ in batches:
             next(training)
-            found = tracker.stats()["device_peak" if device == "sim" else "host_peak"]
+            num_bytes = tracker.stats()["device_peak" if device == "sim" else "host_peak"]
         end_of(training)
-    return found
+    return num_bytes
 
 
 def end_of(training: Training) -> list[TensorState]:
@@ -102,18 +102,46 @@ def bits(tensor: Any) -> float:
 
 
 def by_user(training: dict[str, Any]) -> dict[str, Any]:
-    """The user's model: as asked trained, evaluated, saved, gone on from, or refused."""
-    from methods.varuna import Varuna
-
+    """The user's model: trained, evaluated, saved, gone on from, or refused, as `training` has it."""
     size, steps = training["batch_size"], training["steps"]
     with torch.device("meta" if training.get("meta") else "cpu"):
-        given = user_model.make(dropout=training.get("dropout", 0.0))
+        whole = user_model.make(dropout=training.get("dropout", 0.0))
+    model = _stage_of(whole, training)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
+    model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))
+    torch.manual_seed(model.stage)
+    result: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "active": model.active}
+    result["here"] = sorted(name for name, weight in whole.named_parameters() if not weight.is_meta)
+    first = model.load_checkpoint(training["load"]) if "load" in training else 0
+    for step in range(first, steps):
+        share = user_model.share(user_model.batch(step, size), model.replica, model.ranks.num_replicas)
+        loss, overflow = model.step(share, clip_grad_max_norm=user_model.MAX_NORM)
+        if not overflow:
+            optimizer.step()
+        result["losses"].append(loss)
+        result["norms"].append(float(model.grad_norm))
+        result["skipped"].append(overflow)
+    if "save" in training:
+        model.checkpoint(training["save"]).result()
+    share = user_model.share(user_model.batch(steps, size), model.replica, model.ranks.num_replicas)
+    model.eval()
+    result["evaluated"] = model.evaluate(share)
+    result["part"] = {name: weight.flatten().tolist() for name, weight in model.state_dict().items()}
+    result["first"] = first
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _stage_of(whole: nn.Module, training: dict[str, Any]) -> Any:
+    from methods.varuna import Varuna
+
     seeded = user_model.make().state_dict()
-    model = Varuna(
-        given,
+    return Varuna(
+        whole,
         training["map"],
         lambda size, device=None: user_model.batch(0, size),
-        size,
+        training["batch_size"],
         training["chunk"],
         fp16=training.get("fp16", False),
         shared_weights=user_model.SHARED,
@@ -123,30 +151,6 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
         device="cpu",
         init_weights=lambda named: [tensor.copy_(seeded[name]) for name, tensor in named],
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
-    model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))
-    torch.manual_seed(model.stage)
-    found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "active": model.active}
-    found["here"] = sorted(name for name, weight in given.named_parameters() if not weight.is_meta)
-    first = model.load_checkpoint(training["load"]) if "load" in training else 0
-    for step in range(first, steps):
-        mine = user_model.share(user_model.batch(step, size), model.replica, model.ranks.num_replicas)
-        loss, overflow = model.step(mine, clip_grad_max_norm=user_model.MAX_NORM)
-        if not overflow:
-            optimizer.step()
-        found["losses"].append(loss)
-        found["norms"].append(float(model.grad_norm))
-        found["skipped"].append(overflow)
-    if "save" in training:
-        model.checkpoint(training["save"]).result()
-    mine = user_model.share(user_model.batch(steps, size), model.replica, model.ranks.num_replicas)
-    model.eval()
-    found["evaluated"] = model.evaluate(mine)
-    found["part"] = {name: weight.flatten().tolist() for name, weight in model.state_dict().items()}
-    found["first"] = first
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
 
 
 def refused(training: dict[str, Any]) -> str:
@@ -186,18 +190,20 @@ def by_user_with_other_shapes(training: dict[str, Any]) -> list[str]:
     model.set_optimizer(torch.optim.SGD(model.parameters()))
     inputs = user_model.batch(0, size)
     model.step(inputs)
-    told = []
+    messages = []
     shorter = {name: value[:, :5] if name != "bias" else value for name, value in inputs.items()}
     with pytest.raises(ValueError) as error:
         model.step(shorter)
-    told.append(str(error.value))
+    messages.append(str(error.value))
     if model.stage == 0:
-        model.part.register_forward_hook(lambda part, arguments, found: [tensor[:, :5] for tensor in found])
+        model.part.register_forward_hook(
+            lambda part, arguments, outputs: [tensor[:, :5] for tensor in outputs]
+        )
         with pytest.raises(ValueError) as error:
             model.step(inputs)
-        told.append(str(error.value))
+        messages.append(str(error.value))
     dist.destroy_process_group()
-    return told
+    return messages
 
 
 def sum_alone(training: dict[str, Any]) -> str:
@@ -206,14 +212,14 @@ def sum_alone(training: dict[str, Any]) -> str:
     from methods.pipeline.transport import LostPeer, join
 
     join(60.0)
-    groups, told = Groups(RankMap.make(1, 2), dist.get_rank(), [], 1.0), ""
+    groups, message = Groups(RankMap.make(1, 2), dist.get_rank(), [], 1.0), ""
     if dist.get_rank() == 0:
         with pytest.raises(LostPeer) as error:
             all_reduce(torch.ones(1), groups.replicas)
-        told = str(error.value)
+        message = str(error.value)
     dist.barrier()
     dist.destroy_process_group()
-    return told
+    return message
 
 
 def save(training: dict[str, Any]) -> str:
@@ -235,12 +241,12 @@ def save(training: dict[str, Any]) -> str:
             patch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", disk_full)
         try:
             checkpoints.save(training["folder"], 1, {"step": 1}).result()
-            told = "saved"
+            message = "saved"
         except OSError as error:
-            told = str(error)
+            message = str(error)
     dist.barrier()
     dist.destroy_process_group()
-    return told
+    return message
 
 
 def seat_with_gpus(training: dict[str, Any]) -> list[Any]:
@@ -250,10 +256,10 @@ def seat_with_gpus(training: dict[str, Any]) -> list[Any]:
         see_gpus(patch, training["gpus"][rank // 2])
         patch.setenv("LOCAL_RANK", str(rank % 2))
         patch.setenv("LOCAL_WORLD_SIZE", "2")
-        found = take_seat(60.0, training["devices"][rank])
+        seat = take_seat(60.0, training["devices"][rank])
         backend = dist.get_backend_config()
     dist.destroy_process_group()
-    return [*found[:2], str(found.device), found.note, printed.getvalue(), backend]
+    return [*seat[:2], str(seat.device), seat.note, printed.getvalue(), backend]
 
 
 def see_gpus(patch: pytest.MonkeyPatch, number: int) -> None:
@@ -268,7 +274,9 @@ def disk_full(*_: Any) -> None:
 def unpickled(training: dict[str, Any]) -> list[str]:
     """Train, and return the classes that this process loads by name while it does."""
     heard: set[str] = set()
-    sys.addaudithook(lambda event, told: heard.add(".".join(told)) if event == "pickle.find_class" else None)
+    sys.addaudithook(
+        lambda event, names: heard.add(".".join(names)) if event == "pickle.find_class" else None
+    )
     train(Workload(**training["workload"]), training["steps"], training["options"], training["method"])
     return sorted(heard)
 

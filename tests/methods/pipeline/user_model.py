@@ -59,9 +59,9 @@ class Writer(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
 
 
-def make(**words: Any) -> Writer:
+def make(**options: Any) -> Writer:
     torch.manual_seed(0)
-    return Writer(**words)
+    return Writer(**options)
 
 
 def batch(step: int, size: int) -> dict[str, Any]:

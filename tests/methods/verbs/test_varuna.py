@@ -16,8 +16,8 @@ from tests.support import cli, forks
 from tests.support.configured import configured
 
 
-def simulated(*words: object) -> dict[str, float]:
-    done = cli.run("varuna", "simulate", "--json", *words)
+def simulated(*arguments: object) -> dict[str, float]:
+    done = cli.run("varuna", "simulate", "--json", *arguments)
     assert done.returncode == 0, done.stderr
     return {row["schedule"]: row["step_seconds"] for row in map(json.loads, done.stdout.splitlines())}
 
@@ -25,8 +25,8 @@ def simulated(*words: object) -> dict[str, float]:
 def test_one_micro_batch_takes_its_passes_and_messages() -> None:
     """Two stages, F 1 s, R 1 s, B 2 s, messages of 0.25 s; only Varuna's last stage is spared its recompute, and only
     its first one recomputes while the gradient is on its way."""
-    found = simulated("--stages", 2, "--micro-batches", 1, "--send", 0.25)
-    assert found == {"varuna": 1 + 0.25 + 3 + 0.25 + 2, "1f1b": 2 + 0.5 + 6, "gpipe": 2 + 0.5 + 6}
+    seconds = simulated("--stages", 2, "--micro-batches", 1, "--send", 0.25)
+    assert seconds == {"varuna": 1 + 0.25 + 3 + 0.25 + 2, "1f1b": 2 + 0.5 + 6, "gpipe": 2 + 0.5 + 6}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -39,7 +39,7 @@ def test_a_named_gpts_passes_come_from_the_machines_rates_in_its_dtype(dtype: st
     rates = named_machines.load("h200").rates(dtype)
     assert rates
     workload = Workload(**load("varuna-355m").sizes, batch_size=1)
-    words = (
+    arguments = (
         "--model",
         "varuna-355m",
         "--machine",
@@ -51,8 +51,8 @@ def test_a_named_gpts_passes_come_from_the_machines_rates_in_its_dtype(dtype: st
         "--schedule",
         "gpipe",
     )
-    found = simulated(*words, "--dtype", dtype)["gpipe"]
-    assert found == pytest.approx(workload.flops_per_step / rates.device_flops_per_second)
+    seconds = simulated(*arguments, "--dtype", dtype)["gpipe"]
+    assert seconds == pytest.approx(workload.flops_per_step / rates.device_flops_per_second)
 
 
 def test_a_step_is_drawn(tmp_path: Path) -> None:
@@ -64,8 +64,19 @@ def test_a_step_is_drawn(tmp_path: Path) -> None:
 
 def test_the_largest_named_gpt_gets_stages_that_fit() -> None:
     """8.3 B parameters take 124 GiB with Adam's moments: more than half of a device for fewer than two stages."""
-    words = ("--model", "varuna-8.3b", "--machine", "h200", "--gpus", 16, "--batch", 64, "--memory", "40GiB")
-    done = cli.run("varuna", "configure", *words)
+    arguments = (
+        "--model",
+        "varuna-8.3b",
+        "--machine",
+        "h200",
+        "--gpus",
+        16,
+        "--batch",
+        64,
+        "--memory",
+        "40GiB",
+    )
+    done = cli.run("varuna", "configure", *arguments)
     assert done.returncode == 0, done.stderr
     _, memory, network, chosen = done.stdout.splitlines()[:4]
     assert memory == "memory of a device: 40.0 GiB (--memory)"
@@ -75,7 +86,7 @@ def test_the_largest_named_gpt_gets_stages_that_fit() -> None:
 
 def test_the_20_best_configurations_are_shown_with_what_limits_each() -> None:
     """Of 97. All that is shown fits the memory of the entry, but for its reserve; two stages fit nowhere."""
-    words = (
+    arguments = (
         "varuna",
         "configure",
         "--model",
@@ -87,33 +98,33 @@ def test_the_20_best_configurations_are_shown_with_what_limits_each() -> None:
         "--batch",
         64,
     )
-    done, every = cli.run(*words), cli.run(*words, "--json").stdout.splitlines()
+    done, every = cli.run(*arguments), cli.run(*arguments, "--json").stdout.splitlines()
     assert "\nmemory of a device: 29.8 GiB (h200 in machines.yaml: 31GiB, less a reserve)\n" in done.stdout
     rows = [line for line in done.stdout.splitlines() if line[:7].strip().isdigit()]
     assert len(rows) == 20 and all(line.rstrip().endswith("passes") for line in rows)
     assert f"the best 20 of {len(every)} configurations; --json prints all" in done.stdout
 
 
-@pytest.mark.parametrize(("gpus", "told"), [(2, "more devices"), (64, "more CutPoints")])
-def test_where_nothing_fits_only_what_can_help_is_named(gpus: int, told: str) -> None:
+@pytest.mark.parametrize(("gpus", "message"), [(2, "more devices"), (64, "more CutPoints")])
+def test_where_nothing_fits_only_what_can_help_is_named(gpus: int, message: str) -> None:
     """It was smaller micro-batches, of one sample each."""
-    words = ("--machine", "h200", "-l", 8, "-h", 65536, "--gpus", gpus, "--batch", 64)
-    done = cli.run("varuna", "configure", *words)
+    arguments = ("--machine", "h200", "-l", 8, "-h", 65536, "--gpus", gpus, "--batch", 64)
+    done = cli.run("varuna", "configure", *arguments)
     assert done.returncode == 4 and done.stderr.endswith(
-        f"; try {told}, devices of more memory or a smaller model\n"
+        f"; try {message}, devices of more memory or a smaller model\n"
     )
 
 
 def test_where_nothing_fits_each_row_says_what_it_lacks_the_least_first() -> None:
-    words = ("--model", "varuna-8.3b", "--machine", "h200", "--gpus", 2, "--batch", 4)
-    done = cli.run("varuna", "configure", *words)
+    arguments = ("--model", "varuna-8.3b", "--machine", "h200", "--gpus", 2, "--batch", 4)
+    done = cli.run("varuna", "configure", *arguments)
     lacks = [float(number) for number in re.findall(r"does not fit: lacks ([\d.]+) GiB", done.stdout)]
     assert done.returncode == 4 and len(lacks) == 5 and lacks == sorted(lacks)
     assert f"{lacks[0]} GiB more than the 29.8 GiB there are" in done.stderr and "chosen" not in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "line"),
     [
         (
             (),
@@ -129,9 +140,9 @@ def test_where_nothing_fits_each_row_says_what_it_lacks_the_least_first() -> Non
         ),
     ],
 )
-def test_a_simulated_step_tells_the_passes_and_messages_that_it_is_of(words: tuple, told: str) -> None:
-    done = cli.run("varuna", "simulate", "--stages", 2, "--micro-batches", 2, *words)
-    assert done.stdout.startswith("passes of a stage: ") and told in done.stdout.splitlines()[0]
+def test_a_simulated_step_tells_the_passes_and_messages_that_it_is_of(arguments: tuple, line: str) -> None:
+    done = cli.run("varuna", "simulate", "--stages", 2, "--micro-batches", 2, *arguments)
+    assert done.stdout.startswith("passes of a stage: ") and line in done.stdout.splitlines()[0]
 
 
 @pytest.mark.parametrize("option", ["--send", "--jitter", "--pass-jitter", "--sum"])
@@ -155,7 +166,7 @@ def test_what_is_written_by_default_is_no_change_of_the_checkout() -> None:
 @pytest.mark.heavy
 def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> None:
     """A layer has 12 D^2 + 13 D parameters, and its output is T x D numbers."""
-    words = (
+    arguments = (
         "-l",
         2,
         "-h",
@@ -171,16 +182,20 @@ def test_the_published_gpt_is_measured_and_stages_are_chosen(tmp_path: Path) -> 
         "--micro-batches",
         "1,2",
     )
-    done = cli.run("varuna", "profile", *words, "--out", tmp_path)
+    done = cli.run("varuna", "profile", *arguments, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    found = read_profile(tmp_path)
-    assert [section.num_params for section in found.sections] == [
+    measured = read_profile(tmp_path)
+    assert [section.num_params for section in measured.sections] == [
         12 * 32**2 + 13 * 32 + (100 + 16) * 32,
         12 * 32**2 + 13 * 32,
         100 * 32 + 2 * 32,
     ]
-    assert [section.costs[1].activation_bytes for section in found.sections] == [2 * 16 * 32 * 4] * 2 + [0]
-    assert found.messages and found.sums and all(section.update_seconds > 0 for section in found.sections)
+    assert [section.costs[1].activation_bytes for section in measured.sections] == [2 * 16 * 32 * 4] * 2 + [0]
+    assert (
+        measured.messages
+        and measured.sums
+        and all(section.update_seconds > 0 for section in measured.sections)
+    )
     done = cli.run("varuna", "configure", "--profile", tmp_path, "--gpus", 2, "--batch", 8)
     assert "chosen: " in done.stdout and len(done.stdout.splitlines()) > 6
 
@@ -208,7 +223,7 @@ def test_a_model_by_its_config_is_measured_and_foretold(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (
             "simulate --stages 2 --micro-batches 2 --schedule ours",
@@ -232,6 +247,6 @@ def test_a_model_by_its_config_is_measured_and_foretold(
         ),
     ],
 )
-def test_what_cannot_be_done_is_one_line(words: str, told: str) -> None:
-    done = cli.run("varuna", *words.split())
-    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_be_done_is_one_line(arguments: str, message: str) -> None:
+    done = cli.run("varuna", *arguments.split())
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

@@ -84,10 +84,10 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
         (path / COMPLETE).write_bytes(pickle.dumps(bad if where == "table of contents" else table))
     with pytest.raises(
         ValueError, match=rf"{path}: expected a checkpoint, got damaged or foreign files"
-    ) as told:
+    ) as error:
         read_checkpoint(tmp_path)
-    assert not touched.exists() and "\n" not in str(told.value)
-    assert "names " in str(told.value) and "weights_only" not in str(told.value)
+    assert not touched.exists() and "\n" not in str(error.value)
+    assert "names " in str(error.value) and "weights_only" not in str(error.value)
 
 
 def test_a_checkpoint_of_an_older_python_is_read_checkpoint(
@@ -144,12 +144,14 @@ TAMPERED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("told", TAMPERED)
-def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize("message", TAMPERED)
+def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(
+    tmp_path: Path, message: str
+) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
     parts = {
         name: value
-        for name, value in (read_checkpoint(tmp_path) | TAMPERED[told]).items()
+        for name, value in (read_checkpoint(tmp_path) | TAMPERED[message]).items()
         if value is not None
     }
     shutil.rmtree(folder_of(tmp_path, 7))
@@ -158,7 +160,7 @@ def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(tmp_pa
     before = {name: master.clone() for name, master in masters.items()}
     with pytest.raises(ValueError, match="expected a checkpoint, got damaged or foreign files: ") as caught:
         checkpoints.load(tmp_path, GptProgress)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
     assert all(torch.equal(master, before[name]) for name, master in masters.items())
 
 
@@ -181,8 +183,8 @@ def test_a_weight_of_another_shape_is_of_another_model(tmp_path: Path) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
     masters, optimizer, _ = state(1)
     masters["layer.1"] = nn.Parameter(torch.zeros(64, 32))
-    told = r"layer.1: expected float32 of shape \(64, 32\), got float32 of shape \(64, 64\)"
-    with pytest.raises(ValueError, match=told):
+    message = r"layer.1: expected float32 of shape \(64, 32\), got float32 of shape \(64, 64\)"
+    with pytest.raises(ValueError, match=message):
         Checkpoints(masters, optimizer, list(masters), (0, 0, 1)).load(tmp_path, GptProgress)
 
 
@@ -249,15 +251,15 @@ def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path, name: str) ->
 def test_of_several_ranks_none_unpickles_what_another_one_sends(tmp_path: Path) -> None:
     training = {"kind": "save", "ranks": 3, "folder": str(tmp_path)}
     assert on_ranks(3, "tests.methods.pipeline.trainings:on_this_rank", [training]) == [["saved"]] * 3
-    found = read_checkpoint(tmp_path)
-    assert [float(found[f"weights.layer.{number}"].mean()) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
+    values = read_checkpoint(tmp_path)
+    assert [float(values[f"weights.layer.{number}"].mean()) for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_disk_that_is_full_on_one_rank_is_told_on_all_and_completes_nothing(tmp_path: Path) -> None:
     training = {"kind": "save", "ranks": 3, "folder": str(tmp_path), "fails": 1}
-    told = on_ranks(3, "tests.methods.pipeline.trainings:on_this_rank", [training])
+    messages = on_ranks(3, "tests.methods.pipeline.trainings:on_this_rank", [training])
     of_others = f"rank 1 could not write its part of {folder_of(tmp_path, 1)}"
-    assert told == [[of_others], ["[Errno 28] No space left on device"], [of_others]]
+    assert messages == [[of_others], ["[Errno 28] No space left on device"], [of_others]]
     assert complete_steps(tmp_path) == []
 
 

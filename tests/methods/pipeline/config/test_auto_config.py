@@ -42,9 +42,16 @@ def profile(
     *sections: list[SectionCost], sum_seconds: float = 0.0, update_seconds: float = 0.0, **more: Any
 ) -> Profile:
     sums = [Sum(2, 80, sum_seconds), Sum(2, 800, sum_seconds)]
-    made = [Section(10, update_seconds, each) for each in sections]
+    sections_of_costs = [Section(10, update_seconds, costs) for costs in sections]
     return Profile(
-        **{"fp16": False, "device_bytes": None, "sections": made, "messages": [], "sums": sums, **more}
+        **{
+            "fp16": False,
+            "device_bytes": None,
+            "sections": sections_of_costs,
+            "messages": [],
+            "sums": sums,
+            **more,
+        }
     )
 
 
@@ -86,17 +93,17 @@ def test_grouping_is_the_best_of_all() -> None:
     for _ in range(30):
         below, last = ([draws.randint(1, 9) for _ in range(6)] for _ in range(2))
         weighs = [draws.random() > 0.3 for _ in below]
-        for number, found in enumerate(group(below, last, weighs), start=1):
+        for number, best in enumerate(group(below, last, weighs), start=1):
             longest = {}
             for cuts in itertools.combinations(range(5), number - 1):
-                ends = [0, *(each + 1 for each in cuts), 6]
+                ends = [0, *(index + 1 for index in cuts), 6]
                 stages = [slice(*pair) for pair in itertools.pairwise(ends)]
                 if all(any(weighs[stage]) for stage in stages):
                     longest[cuts] = max(
                         *(sum(below[stage]) for stage in stages[:-1]), sum(last[stages[-1]]), 0
                     )
-            assert (found is None) == (not longest)
-            assert found is None or longest[tuple(found)] == min(longest.values())
+            assert (best is None) == (not longest)
+            assert best is None or longest[tuple(best)] == min(longest.values())
 
 
 # ---- A GPT by a machine's rates
@@ -110,15 +117,15 @@ def test_a_gpts_bytes_are_those_of_the_plan_and_its_cuts_are_between_layers() ->
         ends = [stage.layers.stop - 1 for stage in gpt_stages(workload, row.num_stages)]
         assert list(row.cuts) == ends[:-1]
         if row.num_ranks == 4:
-            asked = {"world_size": 4, "num_stages": row.num_stages, "chunk_size": row.chunk_size}
-            plan = create("varuna", asked).plan(workload, Room(rates=Rates(1e9)))
+            options = {"world_size": 4, "num_stages": row.num_stages, "chunk_size": row.chunk_size}
+            plan = create("varuna", options).plan(workload, Room(rates=Rates(1e9)))
             assert (row.device_bytes, row.step_seconds) == (plan.device_bytes, plan.step_seconds)
 
 
 def test_without_rates_the_most_stages_are_chosen_with_the_smallest_micro_batches() -> None:
     workload = Workload(num_layers=6, hidden_size=64, num_heads=4, seq_len=32, batch_size=8, vocab_size=200)
-    found = AutoConfig(4, 4, 8, GptCosts(workload, None, [1, 2, 4])).best()
-    assert (found.num_stages, found.chunk_size) == (4, 1)
+    row = AutoConfig(4, 4, 8, GptCosts(workload, None, [1, 2, 4])).best()
+    assert (row.num_stages, row.chunk_size) == (4, 1)
 
 
 # ---- Memory
@@ -134,27 +141,27 @@ def test_a_limit_of_memory_excludes_larger_micro_batches(
     tmp_path: Path, capacity: int | None, chunk: int
 ) -> None:
     """One device, two sections: 16 bytes for each of 20 parameters, what the first section keeps, the second's peak."""
-    found = configured(tmp_path, profile([fat(1), fat(2)], [fat(1), fat(2)]), 1, 4, capacity)
-    assert found.get_min()[:2] == (1, chunk)
-    assert {row.chunk_size: row.device_bytes for row in found.table()} == {
+    config = configured(tmp_path, profile([fat(1), fat(2)], [fat(1), fat(2)]), 1, 4, capacity)
+    assert config.get_min()[:2] == (1, chunk)
+    assert {row.chunk_size: row.device_bytes for row in config.table()} == {
         2: 320 + 100 + 200,
         1: 320 + 50 + 100,
     }
 
 
 def test_where_nothing_fits_it_says_by_how_much(tmp_path: Path) -> None:
-    found = configured(tmp_path, profile([fat(1), fat(2)], [fat(1), fat(2)]), 1, 4, 400)
+    config = configured(tmp_path, profile([fat(1), fat(2)], [fat(1), fat(2)]), 1, 4, 400)
     with pytest.raises(ValueError) as error:
-        found.get_min()
+        config.get_min()
     assert str(error.value).startswith(
         "nothing fits: in 1 stage of micro-batches of 1 a device needs 470 bytes of memory, 70 bytes more than the 400"
     )
-    assert "\n" not in str(error.value) and not any(row.fits for row in found.table())
+    assert "\n" not in str(error.value) and not any(row.fits for row in config.table())
 
 
 def test_a_size_that_one_section_lacked_memory_for_is_left_out(tmp_path: Path) -> None:
-    found = configured(tmp_path, profile([fat(1), fat(2)], [fat(1)]), 1, 4)
-    assert [row.chunk_size for row in found.table()] == [1]
+    config = configured(tmp_path, profile([fat(1), fat(2)], [fat(1)]), 1, 4)
+    assert [row.chunk_size for row in config.table()] == [1]
 
 
 def test_a_profile_without_sizes_for_the_batch_is_refused(tmp_path: Path) -> None:
@@ -171,10 +178,10 @@ def test_a_profile_without_sizes_for_the_batch_is_refused(tmp_path: Path) -> Non
 
 def test_stages_need_not_divide_the_devices(tmp_path: Path) -> None:
     """Three stages of four devices: two would need 320 bytes of weights alone."""
-    found = configured(tmp_path, profile([cost(1)], [cost(1)], [cost(1)]), 4, 4, 319)
-    assert found.get_min()[:2] == (3, 1)
-    assert {row.num_stages: row.num_replicas for row in found.table()} == {1: 4, 2: 2, 3: 1}
-    assert found.table()[0].stage_to_rank_map == "0;1;2;"
+    config = configured(tmp_path, profile([cost(1)], [cost(1)], [cost(1)]), 4, 4, 319)
+    assert config.get_min()[:2] == (3, 1)
+    assert {row.num_stages: row.num_replicas for row in config.table()} == {1: 4, 2: 2, 3: 1}
+    assert config.table()[0].stage_to_rank_map == "0;1;2;"
 
 
 def test_replicas_share_the_batch_evenly(tmp_path: Path) -> None:
@@ -184,9 +191,9 @@ def test_replicas_share_the_batch_evenly(tmp_path: Path) -> None:
 
 def test_the_slowest_stages_update_ends_a_step(tmp_path: Path) -> None:
     """Two sections of 3 s, each with an update of 5 s: with one stage both."""
-    found = configured(tmp_path, profile([cost(1)], [cost(1)], update_seconds=5.0), 2, 4).table()
-    assert {row.num_stages: row.update_seconds for row in found} == {1: 10.0, 2: 5.0}
-    assert next(row for row in found if row.num_stages == 1).step_seconds == 2 * 2 * 3 + 10.0
+    rows = configured(tmp_path, profile([cost(1)], [cost(1)], update_seconds=5.0), 2, 4).table()
+    assert {row.num_stages: row.update_seconds for row in rows} == {1: 10.0, 2: 5.0}
+    assert next(row for row in rows if row.num_stages == 1).step_seconds == 2 * 2 * 3 + 10.0
 
 
 def test_a_section_for_each_device_may_be_a_stage(tmp_path: Path) -> None:
@@ -218,11 +225,11 @@ def test_the_choice_is_the_best_of_the_table(tmp_path: Path) -> None:
     for _ in range(10):
         sections = [[cost(size, draws.random(), activation_bytes=size) for size in (1, 2)] for _ in range(5)]
         messages = [Message(True, 1, draws.random())]
-        found = configured(
+        config = configured(
             tmp_path, profile(*sections, sum_seconds=draws.random() * 9, messages=messages), 8, 24
         )
-        best = found.table()[0]
-        assert found.get_min() == (best.num_stages, best.chunk_size, best.step_seconds)
+        best = config.table()[0]
+        assert config.get_min() == (best.num_stages, best.chunk_size, best.step_seconds)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +283,7 @@ def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"sections": []}, "sections: expected at least one, got none"),
         (
@@ -290,12 +297,12 @@ def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
         ({"fp16": None}, "fp16: expected a valid boolean, got None"),
     ],
 )
-def test_what_is_no_profile_is_one_line(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_what_is_no_profile_is_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     data = json.loads(profile([cost(1)]).write(tmp_path).read_text())
     (tmp_path / FILE).write_text(json.dumps({**data, **change}))
     with pytest.raises(ValueError) as error:
         read_profile(tmp_path)
-    assert told in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_folder_without_a_profile_says_how_to_make_one(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def random_case(number: int) -> tuple[Workload, Options, Budget]:
             "num_layers": range(1, 10),
         }
         workload = tiny(
-            dtype=rng.choice(("fp32", "bf16")), **{name: rng.choice(some) for name, some in sizes.items()}
+            dtype=rng.choice(("fp32", "bf16")),
+            **{name: rng.choice(choices) for name, choices in sizes.items()},
         )
         options: Options = {"world_size": rng.choice((1, 2, 4, 6)), "schedule": rng.choice(tuple(SCHEDULES))}
         if rng.random() < 0.3:

@@ -44,29 +44,33 @@ def peaks() -> dict[Any, list[int]]:
     jobs = [
         {
             "kind": "peak",
-            "ranks": each[0] * each[1],
-            "workload": dataclasses.asdict(workload_of(each)),
-            "options": {"num_stages": each[0], "schedule": each[2], "chunk_size": each[3]},
+            "ranks": pipeline_job[0] * pipeline_job[1],
+            "workload": dataclasses.asdict(workload_of(pipeline_job)),
+            "options": {
+                "num_stages": pipeline_job[0],
+                "schedule": pipeline_job[2],
+                "chunk_size": pipeline_job[3],
+            },
         }
-        for each in JOBS
+        for pipeline_job in JOBS
     ]
-    found = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", jobs)
-    return {each: [ranks[number] for ranks in found] for number, each in enumerate(JOBS)}
+    results = on_ranks(4, "tests.methods.pipeline.trainings:on_this_rank", jobs)
+    return {pipeline_job: [ranks[number] for ranks in results] for number, pipeline_job in enumerate(JOBS)}
 
 
-def workload_of(each: Any) -> Workload:
-    if len(each) == 6:
-        return Workload(**SIZES, vocab_size=each[4], dtype=each[5])
+def workload_of(pipeline_job: Any) -> Workload:
+    if len(pipeline_job) == 6:
+        return Workload(**SIZES, vocab_size=pipeline_job[4], dtype=pipeline_job[5])
     config = config_of(
-        each[6],
+        pipeline_job[6],
         hidden_size=64,
         intermediate_size=172,
         num_hidden_layers=4,
-        vocab_size=each[4],
+        vocab_size=pipeline_job[4],
         max_position_embeddings=64,
     )
-    sizes = {**hub_config.sizes_of(config), "seq_len": 64, "batch_size": 8, "dtype": each[5]}
-    return Workload(**sizes, model=each[6], config=hub_config.text_of(config))
+    sizes = {**hub_config.sizes_of(config), "seq_len": 64, "batch_size": 8, "dtype": pipeline_job[5]}
+    return Workload(**sizes, model=pipeline_job[6], config=hub_config.text_of(config))
 
 
 @pytest.mark.heavy
@@ -105,8 +109,8 @@ def seconds_by_hand(num_stages: int, chunk_size: int, schedule: str) -> float:
 def test_a_step_ends_with_the_update_of_the_largest_stage(num_stages: int, is_host: bool) -> None:
     """Of 28 bytes a parameter; ranks of a host share its memory, as they share its cores."""
     rates = Rates(FLOPS_PER_SECOND, device_bytes_per_second=1e9, is_host=is_host)
-    asked = {"world_size": 4, "num_stages": num_stages, "chunk_size": 1}
-    plan = create("varuna", asked).plan(CHOSEN, Room(rates=rates))
+    options = {"world_size": 4, "num_stages": num_stages, "chunk_size": 1}
+    plan = create("varuna", options).plan(CHOSEN, Room(rates=rates))
     num_params = max(stage.num_params(CHOSEN) for stage in gpt_stages(CHOSEN, num_stages))
     seconds = seconds_by_hand(num_stages, 1, "varuna") + 28 * num_params / 1e9
     assert plan.step_seconds == pytest.approx(seconds * (4 if is_host else 1))
@@ -155,8 +159,8 @@ def test_the_head_s_passes_take_the_head_s_own_rate() -> None:
         head_flops_per_second=1e8,
     )
     (stage,) = gpt_stages(load, 1)
-    found = passes_of(load, stage, 4, rates)
-    assert found["F"] == pytest.approx(4 * (2 * one.layer_flops / 1e9 + one.head_flops_per_step / 1e8))
-    assert found["R"] == pytest.approx(4 * 2 * one.layer_flops / 1e9) and found["B"] == pytest.approx(
-        2 * found["R"]
+    seconds = passes_of(load, stage, 4, rates)
+    assert seconds["F"] == pytest.approx(4 * (2 * one.layer_flops / 1e9 + one.head_flops_per_step / 1e8))
+    assert seconds["R"] == pytest.approx(4 * 2 * one.layer_flops / 1e9) and seconds["B"] == pytest.approx(
+        2 * seconds["R"]
     )

@@ -102,9 +102,9 @@ def test_a_section_too_large_for_the_device_has_no_sizes(tmp_path: Path) -> None
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB")
             tensor.fill_(1.0)
 
-    found = profiled(model, batch_of_two, [1, 2], tmp_path, init_weights=fill)
-    assert [[cost.size for cost in section.costs] for section in found.sections] == [[1, 2], []]
-    assert found.sizes == []
+    measured = profiled(model, batch_of_two, [1, 2], tmp_path, init_weights=fill)
+    assert [[cost.size for cost in section.costs] for section in measured.sections] == [[1, 2], []]
+    assert measured.sizes == []
 
 
 class Tables(nn.Module):
@@ -126,7 +126,7 @@ def test_of_a_model_without_memory_buffers_are_filled_and_tensors_with_memory_ar
         model = Tables()
     seen: list[Tensor] = []
     model.first.register_forward_pre_hook(
-        lambda module, given: None if given[0].is_meta else seen.append(given[0])
+        lambda module, arguments: None if arguments[0].is_meta else seen.append(arguments[0])
     )
 
     def fill(named: Any) -> None:
@@ -161,12 +161,12 @@ def test_one_process_measures_neither_messages_nor_sums(two: Profile) -> None:
 @pytest.mark.parametrize("fp16", [False, True])
 def test_inputs_for_every_micro_batch_and_half_precision_are_taken(tmp_path: Path, fp16: bool) -> None:
     """The mask crosses no cut: each section has it."""
-    found = profiled(user_model.make(), lambda size: user_model.batch(0, size), [2], tmp_path, fp16=fp16)
+    measured = profiled(user_model.make(), lambda size: user_model.batch(0, size), [2], tmp_path, fp16=fp16)
     crossing = 2 * user_model.TOKENS * user_model.WIDTH * (2 if fp16 else 4)
-    assert [section.costs[0].activation_bytes for section in found.sections] == [
+    assert [section.costs[0].activation_bytes for section in measured.sections] == [
         crossing
     ] * user_model.NUM_BLOCKS + [0]
-    assert read_profile(tmp_path) == found and found.fp16 == fp16
+    assert read_profile(tmp_path) == measured and measured.fp16 == fp16
 
 
 def test_a_gpus_context_and_reserve_are_not_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,9 @@ def test_an_error_of_the_model_is_its_own(tmp_path: Path) -> None:
     class Wrong(Two):
         def __init__(self) -> None:
             super().__init__()
-            self.slow.register_forward_hook(lambda module, inputs, found: found if found.is_meta else 1 / 0)
+            self.slow.register_forward_hook(
+                lambda module, inputs, output: output if output.is_meta else 1 / 0
+            )
 
     with pytest.raises(ZeroDivisionError):
         profiled(Wrong(), batch_of_two, [1], tmp_path)
@@ -225,7 +227,7 @@ def test_the_verb_tells_why_ranks_with_too_few_gpus_measure_the_cpu(
 
 
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    words = (
+    arguments = (
         "-l",
         1,
         "-h",
@@ -241,7 +243,7 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         "--out",
         tmp_path,
     )
-    done = cli.run("varuna", "profile", *words, CUDA_VISIBLE_DEVICES="")
+    done = cli.run("varuna", "profile", *arguments, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "--device cuda: expected a GPU for each of --ranks 1, got 0" in done.stderr
 
@@ -257,9 +259,9 @@ def test_an_error_of_several_lines_is_told_whole(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RuntimeError):
         measure_model.measure_as_rank({}, {}, writing)
     os.close(writing)
-    with open(reading) as told:
+    with open(reading) as pipe:
         assert (
-            told.read()
+            pipe.read()
             == "RuntimeError: CUDA error: invalid device ordinal Compile with `TORCH_USE_CUDA_DSA`"
         )
 
@@ -290,27 +292,29 @@ def test_the_snippet_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     order = {"ranks": 2, "folder": str(tmp_path), "text": SNIPPET}
     first, _ = on_ranks(2, "tests.methods.pipeline.trainings:run_snippet", order)
     assert first.split()[0] == "stages"
-    found = read_profile(tmp_path / "profile")
-    sent = {cost.activation_bytes for section in found.sections for cost in section.costs} - {0}
-    assert len(found.sections) == 5 and found.sizes == [1, 2, 4]
-    assert {message.num_bytes for message in found.messages} == sent and all(
-        each.is_one_machine for each in found.messages
+    measured = read_profile(tmp_path / "profile")
+    sent = {cost.activation_bytes for section in measured.sections for cost in section.costs} - {0}
+    assert len(measured.sections) == 5 and measured.sizes == [1, 2, 4]
+    assert {message.num_bytes for message in measured.messages} == sent and all(
+        timing.is_one_machine for timing in measured.messages
     )
-    assert {each.num_ranks for each in found.sums} == {2} and all(each.seconds > 0 for each in found.sums)
+    assert {timing.num_ranks for timing in measured.sums} == {2} and all(
+        timing.seconds > 0 for timing in measured.sums
+    )
     assert AutoConfig(2, 2, 8, tmp_path / "profile").get_min().num_stages in (1, 2)
 
 
 def test_a_profile_waits_for_the_job_that_holds_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload, told, done = Workload(**TINY), list[str](), threading.Event()
+    workload, texts, done = Workload(**TINY), list[str](), threading.Event()
     monkeypatch.setattr(measured_profile, "ask", lambda module, order: done.set() or "")
     job = Job("profile", workload, {"world_size": 1}, device="cpu")
-    arguments = (job, [1], tmp_path, lambda event: told.append(event["text"]))
+    arguments = (job, [1], tmp_path, lambda event: texts.append(event["text"]))
     thread = threading.Thread(target=measured_profile.measure_profile, args=arguments)
     with device_lock.turn(Job("some", workload), lambda event: None):
         thread.start()
-        until(lambda: told)
-        assert not done.is_set() and told[0].startswith("waiting for the cpu device: ")
+        until(lambda: texts)
+        assert not done.is_set() and texts[0].startswith("waiting for the cpu device: ")
     thread.join()
     assert done.is_set()

@@ -16,10 +16,10 @@ NOISY = Network(0.7, jitter=0.3)
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_pass_runs_once_and_no_stage_does_two_at_once(schedule: str) -> None:
-    found = simulate(schedule, [SLOTS] * 4, 8, NOISY, pass_jitter=0.3, keeps_units=True)
-    assert found.starts is not None and found.ends is not None
+    run = simulate(schedule, [SLOTS] * 4, 8, NOISY, pass_jitter=0.3, keeps_units=True)
+    assert run.starts is not None and run.ends is not None
     for stage, queue in enumerate(units(schedule, [(4, 8)])[0]):
-        both = zip(found.starts[:, stage].ravel(), found.ends[:, stage].ravel(), strict=True)
+        both = zip(run.starts[:, stage].ravel(), run.ends[:, stage].ravel(), strict=True)
         spans = sorted(span for span in both if not np.isnan(span).any())
         assert len(spans) == np.count_nonzero(queue)
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
@@ -27,9 +27,9 @@ def test_every_pass_runs_once_and_no_stage_does_two_at_once(schedule: str) -> No
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_pass_begins_before_what_it_needs_is_there(schedule: str) -> None:
-    found = simulate(schedule, [SLOTS] * 5, 12, NOISY, pass_jitter=0.3, keeps_units=True)
-    assert found.starts is not None and found.ends is not None
-    starts, ends = (dict(zip(KINDS, each, strict=True)) for each in (found.starts, found.ends))
+    run = simulate(schedule, [SLOTS] * 5, 12, NOISY, pass_jitter=0.3, keeps_units=True)
+    assert run.starts is not None and run.ends is not None
+    starts, ends = (dict(zip(KINDS, times, strict=True)) for times in (run.starts, run.ends))
     assert (starts["F"][1:] >= ends["F"][:-1]).all() and (starts["B"][:-1] >= ends["B"][1:]).all()
     recomputed = np.nan_to_num(ends["R"])
     assert (starts["B"] >= recomputed).all() and (np.nan_to_num(starts["R"], nan=np.inf) >= ends["F"]).all()
@@ -41,8 +41,10 @@ def test_a_late_gradient_lets_a_forward_pass_go_first() -> None:
     """On a slow network the choice saves time, on a fast one it costs none."""
     for send_seconds, saves in ((0.0, False), (1.0, True)):
         chosen, fixed = (
-            simulate("varuna", [SLOTS] * 4, 16, Network(send_seconds), is_opportunistic=each).step_seconds
-            for each in (True, False)
+            simulate(
+                "varuna", [SLOTS] * 4, 16, Network(send_seconds), is_opportunistic=is_opportunistic
+            ).step_seconds
+            for is_opportunistic in (True, False)
         )
         assert chosen < fixed if saves else chosen <= fixed * 1.01
 
@@ -57,16 +59,16 @@ def test_a_link_takes_so_many_messages_at_once() -> None:
     first one's place. Above all three forward passes, then 3 x 3 s; below the last gradient, and its R and B."""
     passes = [{"F": 1.0, "R": 0.0, "B": 0.0}, {"F": 1.0, "R": 0.0, "B": 0.0}]
     for at_once, arrives in ((1, 1 + 3 * 5), (2, 6 + 5), (3, 3 + 5)):
-        found = simulate("gpipe", passes, 3, Network(5.0, sends_at_once=at_once), keeps_units=True)
-        assert found.ends is not None and found.ends[F - 1, 1, 2] == arrives + 1
+        run = simulate("gpipe", passes, 3, Network(5.0, sends_at_once=at_once), keeps_units=True)
+        assert run.ends is not None and run.ends[F - 1, 1, 2] == arrives + 1
 
 
 def test_messages_between_machines_are_long() -> None:
     """Four stages, two on a machine: only the middle cut's message takes long."""
     network = Network(1.0, long_send_seconds=7.0, stages_per_machine=2)
     assert network.sends(4) == [1.0, 7.0, 1.0]
-    found = simulate("gpipe", [SLOTS] * 4, 1, network)
-    assert found.step_seconds == 4 * 1 + 9 + 4 * 3 + 9
+    run = simulate("gpipe", [SLOTS] * 4, 1, network)
+    assert run.step_seconds == 4 * 1 + 9 + 4 * 3 + 9
 
 
 def test_replicas_end_with_their_sum_and_wait_for_the_slowest() -> None:
@@ -97,11 +99,13 @@ def test_jitter_costs_1f1b_as_much_as_in_the_recorded_trials(trial: tuple[int, i
         for name in ("varuna", "gpipe", "1f1b")
         for seed in range(3)
     ]
-    ours, gpipe, alternating = (sum(runs[start : start + 3]) / 3 for start in (0, 3, 6))
-    assert (gpipe / ours, alternating / ours, 4 * number / ours) == pytest.approx(TRIALS[trial], abs=0.055)
+    varuna, gpipe, alternating = (sum(runs[start : start + 3]) / 3 for start in (0, 3, 6))
+    assert (gpipe / varuna, alternating / varuna, 4 * number / varuna) == pytest.approx(
+        TRIALS[trial], abs=0.055
+    )
 
 
 def test_a_hundred_stages_and_a_thousand_micro_batches_lose_little_to_jitter() -> None:
     """Three hundred thousand passes: at least those of one stage, and at most a third more."""
-    found = simulate("varuna", [SLOTS] * 100, 1000, Network(0.5, jitter=0.3))
-    assert 4 * 1000 < found.step_seconds < 1.3 * 4 * 1000
+    run = simulate("varuna", [SLOTS] * 100, 1000, Network(0.5, jitter=0.3))
+    assert 4 * 1000 < run.step_seconds < 1.3 * 4 * 1000

@@ -20,5 +20,5 @@ def test_an_address_that_ssh_would_take_for_an_option_is_refused(tmp_path: Path)
 
 
 def test_ssh_takes_the_address_for_an_address() -> None:
-    words = command("10.0.0.1")
-    assert words[words.index("10.0.0.1") - 1] == "--"
+    arguments = command("10.0.0.1")
+    assert arguments[arguments.index("10.0.0.1") - 1] == "--"

@@ -56,8 +56,8 @@ class LaunchedJob:
     """A script's training in this process, and its record as a launcher would write it."""
 
     def __init__(self, folder: Path, batch_size: int = SIZE) -> None:
-        self.told, self.folder, self.batch_size = folder / "told", folder / "checkpoints", batch_size
-        self.descriptor = os.open(self.told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.reports, self.folder, self.batch_size = folder / "told", folder / "checkpoints", batch_size
+        self.descriptor = os.open(self.reports, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.model = Varuna(
             user_model.make(),
             "0;",
@@ -82,11 +82,11 @@ class LaunchedJob:
                 self.optimizer.step()
 
     def steps(self) -> list[dict[str, Any]]:
-        return [step_line({0: line}) for line in read_lines(self.told) if line["kind"] == "step"]
+        return [step_line({0: line}) for line in read_lines(self.reports) if line["kind"] == "step"]
 
 
-def forget_updates(self: Any, name: str, master: Any, found: Any) -> None:
-    TAKE_STATE(self, name, master, found)
+def forget_updates(self: Any, name: str, master: Any, values: Any) -> None:
+    TAKE_STATE(self, name, master, values)
     if "step" in (state := self.optimizer.state.get(master, {})):
         state["step"].zero_()
 
@@ -194,11 +194,11 @@ def test_the_global_batch_stays_and_the_rest_waits(workers: int, stages: int, re
 
 
 def test_what_chooses_is_given_once() -> None:
-    for words in ({}, {"num_stages": 2}, {"num_stages": 2, "chunk_size": 1, "profile": Path("x")}):
+    for options in ({}, {"num_stages": 2}, {"num_stages": 2, "chunk_size": 1, "profile": Path("x")}):
         with pytest.raises(
             ValueError, match="expected either --nstages and --chunk-size, or --profile FOLDER"
         ):
-            SpreadChoice(16, 1, **words)
+            SpreadChoice(16, 1, **options)
 
 
 def test_slow_ranks_are_those_above_the_median_of_their_stage() -> None:
@@ -261,9 +261,9 @@ def test_a_line_that_no_launcher_writes_is_told_with_its_file_and_number(tmp_pat
     (tmp_path / "steps.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
     with pytest.raises(
         ValueError, match=rf"{tmp_path}/steps.jsonl, line 2: expected JSON that a launcher wrote, got"
-    ) as told:
+    ) as error:
         Folder(tmp_path, {}).last_step()
-    assert "\n" not in str(told.value) and len(str(told.value)) < 400
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_a_job_that_is_none_is_told_with_its_file(tmp_path: Path) -> None:
@@ -358,8 +358,10 @@ def test_ranks_on_one_host_are_numbered_together(
     _, agents, _ = seat(tmp_path, addresses, per_machine)
     orders = sorted((order for agent in agents for order in agent.ranks), key=lambda order: order["rank"])
     named = [order["environment"] for order in orders]
-    assert " ".join(f"{each['LOCAL_RANK']}/{each['LOCAL_WORLD_SIZE']}" for each in named) == local
-    assert "".join(each["GROUP_RANK"] for each in named) == nodes
+    assert (
+        " ".join(f"{variables['LOCAL_RANK']}/{variables['LOCAL_WORLD_SIZE']}" for variables in named) == local
+    )
+    assert "".join(variables["GROUP_RANK"] for variables in named) == nodes
     assert all(f"--local_rank={order['environment']['LOCAL_RANK']}" in order["arguments"] for order in orders)
 
 
@@ -387,7 +389,7 @@ def test_an_example_trains(
     name: str, alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    words = [
+    arguments = [
         "--rank=0",
         "--local_rank=0",
         "--stage_to_rank_map=0;",
@@ -395,7 +397,7 @@ def test_an_example_trains(
         "--batch-size=4",
         "--steps=30",
     ]
-    monkeypatch.setattr(sys, "argv", [name, *words, "--blocks=2", "--width=32"])
+    monkeypatch.setattr(sys, "argv", [name, *arguments, "--blocks=2", "--width=32"])
     handler = signal.getsignal(signal.SIGUSR1)
     try:
         runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
@@ -415,8 +417,8 @@ def test_an_example_trains(
 def launch(
     folder: Path,
     script: str,
-    *words: str,
-    script_words: Sequence[str] = (),
+    *options: str,
+    script_arguments: Sequence[str] = (),
     machines: int = 1,
     gpus: str = "",
 ) -> tuple[int, str]:
@@ -424,24 +426,9 @@ def launch(
     folder.mkdir(exist_ok=True)
     (folder / "list").write_text("127.0.0.1\n" * machines)
     (folder / "script.py").write_text(script)
-    call = [
-        sys.executable,
-        "-m",
-        "harness",
-        "varuna",
-        "launch",
-        "--machine-list",
-        str(folder / "list"),
-        "--folder",
-        str(folder / "job"),
-        "--batch-size",
-        "4",
-        "--nstages",
-        "1",
-        "--chunk-size",
-        "1",
-    ]
-    call += [*words, "script.py", *script_words]
+    call = [sys.executable, *"-m harness varuna launch --batch-size 4 --nstages 1 --chunk-size 1".split()]
+    call += ["--machine-list", str(folder / "list"), "--folder", str(folder / "job")]
+    call += [*options, "script.py", *script_arguments]
     process = subprocess.Popen(
         call,
         cwd=folder,
@@ -459,8 +446,8 @@ def launch(
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
-    code, told = launch(tmp_path, "", "--chunk-size", "0")
-    assert code == 2 and told == "error: --chunk-size: expected at least 1, got 0\n"
+    code, output = launch(tmp_path, "", "--chunk-size", "0")
+    assert code == 2 and output == "error: --chunk-size: expected at least 1, got 0\n"
 
 
 @pytest.mark.heavy
@@ -468,17 +455,17 @@ def test_agents_of_this_machine_share_one_import_and_depend_on_their_launcher_al
     """Children of one process, which outlive it, and end when their orders end."""
     Folder(tmp_path, {}).locks[0].close()
     order = {"folder": str(tmp_path), "script": "script.py", "code_dir": str(tmp_path)}
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with forks.own_server():
         agents = [
-            Remote(MachineLine("127.0.0.1", number), order, tmp_path / "log", told) for number in range(2)
+            Remote(MachineLine("127.0.0.1", number), order, tmp_path / "log", reports) for number in range(2)
         ]
-        processes = [psutil.Process(told.get()[1]["pid"]) for _ in agents]
+        processes = [psutil.Process(reports.get()[1]["pid"]) for _ in agents]
         server: Any = fork_server._server
         assert [process.ppid() for process in processes] == [server.process.pid] * 2
     for agent in agents:
         agent.send({"do": "end"})
-    assert [told.get()[1]["kind"] for _ in agents] == ["ended"] * 2
+    assert [reports.get()[1]["kind"] for _ in agents] == ["ended"] * 2
     for agent in agents:
         agent.close()
     psutil.wait_procs(processes)
@@ -486,8 +473,8 @@ def test_agents_of_this_machine_share_one_import_and_depend_on_their_launcher_al
 
 @pytest.mark.heavy
 def test_an_error_of_the_script_ends_the_job_with_it(tmp_path: Path) -> None:
-    code, told = launch(tmp_path, "import sys\nprint('rank', sys.argv[1:])\nraise KeyError('mine')")
-    assert code == 3 and told.rstrip().endswith("KeyError: 'mine'") and "round 2" not in told
+    code, output = launch(tmp_path, "import sys\nprint('rank', sys.argv[1:])\nraise KeyError('mine')")
+    assert code == 3 and output.rstrip().endswith("KeyError: 'mine'") and "round 2" not in output
     log = (tmp_path / "job" / "logs" / "rank-0.txt").read_text()
     expected = ["--rank=0", "--local_rank=0", "--stage_to_rank_map=0;", "--chunk_size=1", "--batch-size=4"]
     assert str(expected) in log
@@ -495,17 +482,19 @@ def test_an_error_of_the_script_ends_the_job_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_three_kills_in_a_row_end_the_job(tmp_path: Path) -> None:
-    code, told = launch(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert code == 3 and told.count("round ") == 3
-    assert told.rstrip().endswith(
+    code, output = launch(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert code == 3 and output.count("round ") == 3
+    assert output.rstrip().endswith(
         "3 crashes in a row without progress since step 0: rank 0 was killed by signal 9"
     )
 
 
 @pytest.mark.heavy
 def test_a_script_that_is_silent_ends(tmp_path: Path) -> None:
-    code, told = launch(tmp_path, "import signal\nwhile True:\n    signal.pause()", "--stall-minutes", "0.05")
-    assert code == 6 and "error: no progress for 3 s: rank 0" in told
+    code, output = launch(
+        tmp_path, "import signal\nwhile True:\n    signal.pause()", "--stall-minutes", "0.05"
+    )
+    assert code == 6 and "error: no progress for 3 s: rank 0" in output
     until(lambda: not left_of(tmp_path))
 
 
@@ -525,7 +514,7 @@ signal.signal = lambda number, handler: take(number, lambda *_: sys.exit())
 def test_a_signal_to_the_launcher_reaches_the_script_whose_handler_must_save(
     handler: str, tmp_path: Path
 ) -> None:
-    words = ("--steps=100000", "--blocks=2", "--width=32", "--tokens=16")
+    arguments = ("--steps=100000", "--blocks=2", "--width=32", "--tokens=16")
     steps = tmp_path / "job" / "steps.jsonl"
 
     def interrupt() -> None:
@@ -534,9 +523,9 @@ def test_a_signal_to_the_launcher_reaches_the_script_whose_handler_must_save(
 
     threading.Thread(target=interrupt, daemon=True).start()
     script = f"{EXAMPLE}{handler}own_gpt.main()"
-    code, told = launch(tmp_path, script, "--checkpoint-every", "0", script_words=words)
-    is_warned = "was written at SIGUSR1: the steps after 0 are trained again" in told
-    assert (code, is_warned, "no checkpoint" in told) == (130, bool(handler), bool(handler))
+    code, output = launch(tmp_path, script, "--checkpoint-every", "0", script_arguments=arguments)
+    is_warned = "was written at SIGUSR1: the steps after 0 are trained again" in output
+    assert (code, is_warned, "no checkpoint" in output) == (130, bool(handler), bool(handler))
     until(lambda: not left_of(tmp_path))
 
 
@@ -574,9 +563,9 @@ own_gpt.main()
 @pytest.mark.heavy
 def test_a_script_that_saves_by_itself_goes_on_from_the_step_that_it_tells(tmp_path: Path) -> None:
     """It began again at step 1 of the record, and its good steps were lost."""
-    words = ("--steps=9", "--blocks=2", "--width=32", "--tokens=16")
-    code, told = launch(tmp_path, SAVES_BY_ITSELF, "--checkpoint-every", "0", script_words=words)
-    assert code == 0 and "round 2: 2 workers on 2 machines" in told and "after step 5" in told, told
+    arguments = ("--steps=9", "--blocks=2", "--width=32", "--tokens=16")
+    code, output = launch(tmp_path, SAVES_BY_ITSELF, "--checkpoint-every", "0", script_arguments=arguments)
+    assert code == 0 and "round 2: 2 workers on 2 machines" in output and "after step 5" in output, output
     lines = read_lines(tmp_path / "job" / "steps.jsonl")
     assert [(line["step"], line["round"]) for line in lines] == [(n, 1 + (n > 5)) for n in range(1, 10)]
     assert not (tmp_path / "job" / "lost_steps.jsonl").exists()
@@ -596,24 +585,24 @@ own_gpt.main()
 @pytest.mark.heavy
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     """Of two replicas one takes three times as long for its passes, by clocks that each look puts on."""
-    words = ("--steps=12", "--blocks=2", "--width=32", "--tokens=16")
-    code, told = launch(tmp_path, SLOW_SCRIPT, script_words=words, machines=2)
-    assert code == 0, told
+    arguments = ("--steps=12", "--blocks=2", "--width=32", "--tokens=16")
+    code, output = launch(tmp_path, SLOW_SCRIPT, script_arguments=arguments, machines=2)
+    assert code == 0, output
     [line] = (tmp_path / "job" / "slow_machines.txt").read_text().splitlines()
     assert line.startswith("127.0.0.1 rank 1: ") and line.endswith(" above the median of stage 0")
 
 
 def left_of(folder: Path) -> list[int]:
     """Processes that hold a file of this folder open, as agents and ranks do their lock, or name it."""
-    found = []
+    left = []
     for process in psutil.process_iter():
         try:
             held = [*process.cmdline(), *(file.path for file in process.open_files())]
-            if any(str(folder) in each for each in held):
-                found.append(process.pid)
+            if any(str(folder) in path for path in held):
+                left.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return left
 
 
 ONE_GPU = """
@@ -624,14 +613,14 @@ torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 
 @pytest.mark.heavy
 def test_two_local_ranks_with_one_gpu_train_on_the_cpu_and_the_launcher_says_why(tmp_path: Path) -> None:
-    words = ("--steps=3", "--blocks=2", "--width=32", "--tokens=16")
+    arguments = ("--steps=3", "--blocks=2", "--width=32", "--tokens=16")
     script = f"{ONE_GPU}{EXAMPLE}own_gpt.main()"
-    code, told = launch(tmp_path, script, "--nstages", "2", script_words=words, machines=2)
+    code, output = launch(tmp_path, script, "--nstages", "2", script_arguments=arguments, machines=2)
     note = (
         "all ranks compute on the CPU: each needs a GPU of its own, "
         "and the machine of rank 0 has 2 ranks and 1 GPU\n"
     )
-    assert code == 0 and told.count(note) == 1, told
+    assert code == 0 and output.count(note) == 1, output
     assert (tmp_path / "job" / "logs" / "rank-0.txt").read_text().startswith(note)
 
 
@@ -639,9 +628,11 @@ def test_two_local_ranks_with_one_gpu_train_on_the_cpu_and_the_launcher_says_why
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("machines", [1, 2])
 def test_the_example_trains_on_a_machine_with_one_gpu(machines: int, tmp_path: Path) -> None:
-    words = ("--steps=9", "--blocks=2", "--width=32", "--tokens=16")
-    code, told = launch(tmp_path, f"{EXAMPLE}own_gpt.main()", script_words=words, machines=machines, gpus="0")
-    assert code == 0 and ("all ranks compute on the CPU" in told) == (machines == 2), told
+    arguments = ("--steps=9", "--blocks=2", "--width=32", "--tokens=16")
+    code, output = launch(
+        tmp_path, f"{EXAMPLE}own_gpt.main()", script_arguments=arguments, machines=machines, gpus="0"
+    )
+    assert code == 0 and ("all ranks compute on the CPU" in output) == (machines == 2), output
 
 
 @pytest.mark.heavy
