@@ -45,8 +45,8 @@ class Group:
         """Return the bytes of anonymous memory of the group and all groups below it, in which pages that processes
         share count once; None if the kernel does not tell them."""
         counts = dict(line.split() for line in _read(self.folder / "memory.stat").splitlines())
-        told = counts.get(ANONYMOUS[self.version])
-        return int(told) if told else None
+        count = counts.get(ANONYMOUS[self.version])
+        return int(count) if count else None
 
     def oom_kills(self) -> int:
         return oom_kills(self.folder / KILLS[self.version])
@@ -80,9 +80,9 @@ def current(process: Path = Path("/proc/self"), controller: str = "memory") -> G
     groups = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
     mounts = [line.split() for line in _read(process / "mountinfo").splitlines()]
     # If a machine has both versions, an entry of v1 names the controllers that v1 has.
-    own = [(1, path) for _, controllers, path in groups if controller in controllers.split(",")]
-    own = own or [(2, path) for number, _, path in groups if number == "0"]
-    for version, path in own:
+    memberships = [(1, path) for _, controllers, path in groups if controller in controllers.split(",")]
+    memberships = memberships or [(2, path) for number, _, path in groups if number == "0"]
+    for version, path in memberships:
         for mount in mounts:
             kind, _, options = mount[mount.index("-") + 1 :][:3]
             if (kind, version) != ("cgroup2", 2) and not (
@@ -103,27 +103,31 @@ def cpu_quota(process: Path = Path("/proc/self")) -> float | None:
         return None
     # microseconds of CPU time in each period, and the period's microseconds; "max" (v2) and -1 (v1) mean no quota
     files = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    told = [" ".join(_read(folder / file) for file in files).split() for folder in group.lineage()]
-    return min((int(each[0]) / int(each[1]) for each in told if each and each[0].isdigit()), default=None)
+    quotas = []
+    for folder in group.lineage():
+        numbers = " ".join(_read(folder / file) for file in files).split()
+        if numbers and numbers[0].isdigit():
+            quotas.append(int(numbers[0]) / int(numbers[1]))
+    return min(quotas, default=None)
 
 
 def make(limit_bytes: int) -> Group | None:
     """Return a new group with this limit, in which no process can swap beyond the limit; None if the system does not
     allow a group. First, groups that dead processes of the harness left are removed."""
-    here = current()
-    if here is None:
+    group = current()
+    if group is None:
         return None
-    for parent in here.lineage():
-        if here.version == 2 and "memory" not in _read(parent / "cgroup.subtree_control").split():
+    for parent in group.lineage():
+        if group.version == 2 and "memory" not in _read(parent / "cgroup.subtree_control").split():
             continue  # in cgroups v2, groups below this one could have no limits
         _remove_groups_of_the_dead(parent)
-        group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", here.top, here.version)
+        group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", group.top, group.version)
         try:
             group.folder.mkdir()
-            (group.folder / LIMIT[here.version]).write_text(str(limit_bytes))
+            (group.folder / LIMIT[group.version]).write_text(str(limit_bytes))
             with contextlib.suppress(OSError):  # some kernels do not count swap
-                (group.folder / WITH_SWAP[here.version]).write_text(
-                    str(limit_bytes if here.version == 1 else 0)
+                (group.folder / WITH_SWAP[group.version]).write_text(
+                    str(limit_bytes if group.version == 1 else 0)
                 )
             return group
         except OSError:

@@ -29,14 +29,12 @@ def checked(kind: type[T], data: Any) -> T:
     try:
         return _adapter(kind).validate_python(data)  # type: ignore[arg-type]
     except ValidationError as error:
-        told = dict.fromkeys(_complaint(detail) for detail in error.errors(include_url=False))
-        raise ValueError(" ".join("; ".join(told).split())) from error
+        complaints = dict.fromkeys(_complaint(detail) for detail in error.errors(include_url=False))
+        raise ValueError(" ".join("; ".join(complaints).split())) from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
         # raised by a constructor that computes with a value of another type, such as a text for a number
-        told_type = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"expected values that can be computed with, got {' '.join(told_type.split()):.200}"
-        ) from error
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"expected values that can be computed with, got {text:.200}") from error
 
 
 def _complaint(detail: Any) -> str:

@@ -98,9 +98,9 @@ def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[st
         start_new_session=True,
     )
     try:
-        told = process.communicate(json.dumps(arguments))
+        texts = process.communicate(json.dumps(arguments))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return process.returncode, *told
+    return process.returncode, *texts

@@ -20,7 +20,7 @@ COMMANDS = re.compile(
 
 def readable(text: str) -> str:
     """Return the text with each character of COMMANDS replaced by its escape, as Python writes it."""
-    return COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _Readable:
@@ -91,13 +91,13 @@ def print_table(
         pad_edge=has_lines,
         padding=(0, 1) if has_lines else (0, 1, 0, 0),
     )
-    for place, name in enumerate(columns):
+    for index, name in enumerate(columns):
         table.add_column(
             name,
             justify="right" if name in numbers else "left",
             overflow="fold",
             max_width=(widths or {}).get(name),
-            no_wrap=not (place or has_lines),
+            no_wrap=not (index or has_lines),
         )
     for row in rows:
         table.add_row(*(readable(str(cell)) for cell in row))

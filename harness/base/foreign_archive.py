@@ -30,18 +30,20 @@ def read_archive(path: Path, folder: str, manifest: str, endings: Collection[str
     try:
         files = _members(path, folder, endings)
     except (OSError, EOFError, zlib.error, tarfile.TarError, RecursionError) as error:
-        told = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: expected a whole archive written by ./run.sh bundle: {told}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: expected a whole archive written by ./run.sh bundle: {reason}") from error
     if manifest not in files:
         raise ValueError(
             f"{path}: expected an archive written by ./run.sh bundle, got one without {folder}/{manifest}"
         )
     listed = files.pop(manifest).decode(errors="replace").splitlines()
-    told = {hashlib.sha256(data).hexdigest() + f"  {name}" for name, data in files.items()}
-    if wrong := sorted(told.symmetric_difference(listed)):
+    hashed = {hashlib.sha256(data).hexdigest() + f"  {name}" for name, data in files.items()}
+    if wrong := sorted(hashed.symmetric_difference(listed)):
         name = wrong[0].partition("  ")[2]
-        told = f"expected the files that {manifest} lists, got others: {name!r:.200}"
-        raise ValueError(f"{path}: {told}; ask the sender for the archive again")
+        raise ValueError(
+            f"{path}: expected the files that {manifest} lists, got others: {name!r:.200}; ask the sender for the"
+            " archive again"
+        )
     return files
 
 

@@ -66,7 +66,8 @@ class Forked:
         if not self.pid:
             self._control.settimeout(START_SECONDS)
             try:
-                if not (told := self._control.recv(MESSAGE_BYTES)) or told.startswith(END):
+                message = self._control.recv(MESSAGE_BYTES)
+                if not message or message.startswith(END):
                     raise ConnectionError(
                         "the process that forks others has ended, or its fork before it could start"
                     )
@@ -75,7 +76,7 @@ class Forked:
                 self._control.close()
                 raise
             self._control.settimeout(None)
-            self.pid = int(told)
+            self.pid = int(message)
         return self
 
     def poll(self) -> int | None:
@@ -85,9 +86,9 @@ class Forked:
 
     def wait(self) -> int:
         if self.returncode is None:
-            told = self.started()._control.recv(MESSAGE_BYTES)
+            message = self.started()._control.recv(MESSAGE_BYTES)
             # empty: the server was killed
-            self.returncode = int(told.removeprefix(END)) if told else -signal.SIGKILL
+            self.returncode = int(message.removeprefix(END)) if message else -signal.SIGKILL
             self._control.close()
         return self.returncode
 
@@ -107,8 +108,8 @@ def start(
     server has imported. Raises OSError if the server cannot be started.
     """
     reader, writer = os.pipe()
-    here = os.open(".", os.O_PATH)
-    control, theirs = _pair()
+    folder = os.open(".", os.O_PATH)
+    control, of_server = _pair()
     order = {
         "module": module,
         "environment": environment,
@@ -116,19 +117,19 @@ def start(
         "numbers": [0, 1, 2, *kept],
     }
     try:
-        with theirs, open(reader, "rb") as stdin:
-            given = [theirs.fileno(), here, stdin.fileno(), output, errors, *kept]
+        with of_server, open(reader, "rb") as stdin:
+            descriptors = [of_server.fileno(), folder, stdin.fileno(), output, errors, *kept]
             try:
-                socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], given)
+                socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], descriptors)
             except ConnectionError:  # the server was killed, so start another server
                 close()
-                socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], given)
+                socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], descriptors)
     except BaseException:
         os.close(writer)
         control.close()
         raise
     finally:
-        os.close(here)
+        os.close(folder)
     return Forked(open(writer, "w"), control)
 
 
@@ -163,23 +164,33 @@ def _connection(environment: dict[str, str], imports: Sequence[str]) -> socket.s
     if _server and is_usable and _server.process.poll() is None:
         return _server.connection
     close()
-    ours, theirs = _pair()
-    with theirs:
+    of_caller, of_server = _pair()
+    with of_server:
         process = subprocess.Popen(
-            [sys.executable, "-m", "harness.base.fork_server", str(theirs.fileno()), *imports],
+            [sys.executable, "-m", "harness.base.fork_server", str(of_server.fileno()), *imports],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[of_server.fileno()],
             start_new_session=True,
             env=environment,
         )
-    _server = Server(os.getpid(), inherited, process, ours)
-    return ours
+    _server = Server(os.getpid(), inherited, process, of_caller)
+    return of_caller
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class Fork(NamedTuple):
+    """What a new fork has received: the order, the connection over which the server reports the fork, a descriptor of
+    the working folder, and the descriptors that get the numbers of order["numbers"]."""
+
+    order: dict[str, Any]
+    control: socket.socket
+    folder: int
+    descriptors: list[int]
 
 
 class Forks:
@@ -191,64 +202,71 @@ class Forks:
         self.waiting.register(connection, selectors.EVENT_READ)
         self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process number, connection
 
-    def serve(self) -> NoReturn:
+    def serve(self) -> Fork:
         """Handle the caller's orders until the caller ends. For each fork, send the exit code over the fork's
-        connection when the fork ends."""
+        connection when the fork ends. Returns only in a new fork."""
         while True:
             for key, _ in self.waiting.select():
-                self._take() if key.fileobj is self.connection else self._ended(key.fd)
+                if key.fileobj is not self.connection:
+                    self._ended(key.fd)
+                elif fork := self._take():
+                    return fork
 
-    def _take(self) -> None:
+    def _take(self) -> Fork | None:
+        """Take an order, and fork a process for it. Returns None in the server."""
         message, descriptors, _, _ = socket.recv_fds(self.connection, MESSAGE_BYTES, MOST_DESCRIPTORS)
         if not message:
             os._exit(0)
-        control, *given = descriptors
-        asked = socket.socket(fileno=control)
+        control = socket.socket(fileno=descriptors[0])
         try:
-            if not (pid := os.fork()):
-                self._forget()
-                _work(json.loads(message), asked, *given)
+            pid = os.fork()
         except OSError:
             # the system allows no more processes; the caller notices that the connection is closed
-            asked.close()
+            control.close()
         else:
+            if not pid:
+                self._forget()
+                return Fork(json.loads(message), control, descriptors[1], descriptors[2:])
             end = os.pidfd_open(pid)
             self.waiting.register(end, selectors.EVENT_READ)
-            self.running[end] = pid, asked
-        for descriptor in given:
+            self.running[end] = pid, control
+        for descriptor in descriptors[1:]:
             os.close(descriptor)
+        return None
 
     def _ended(self, end: int) -> None:
         self.waiting.unregister(end)
         os.close(end)
-        pid, asked = self.running.pop(end)
+        pid, control = self.running.pop(end)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with contextlib.suppress(OSError), asked:  # the caller may be gone
-            asked.send(END + str(code).encode())
+        with contextlib.suppress(OSError), control:  # the caller may be gone
+            control.send(END + str(code).encode())
 
     def _forget(self) -> None:
         """Close the server's descriptors in this process, which is a new fork."""
         self.waiting.close()
         self.connection.close()
-        for end, (_, asked) in self.running.items():
+        for end, (_, control) in self.running.items():
             os.close(end)
-            asked.close()
+            control.close()
 
 
-def _work(order: dict[str, Any], asked: socket.socket, here: int, *given: int) -> NoReturn:
-    """Run the module's main() in this process, a new fork, in the state of a newly started process. Send the fork's
-    process number over `asked` first. `here`: descriptor of the working folder; `given`: descriptors that get the
-    numbers of order["numbers"]."""
+def work(fork: Fork) -> NoReturn:
+    """Run the ordered module's main() in this process, a new fork, in the state of a newly started process. Send the
+    fork's process number to the caller first."""
+    order, numbers = fork.order, fork.order["numbers"]
     os.setsid()
-    with contextlib.suppress(OSError), asked:
-        asked.send(str(os.getpid()).encode())  # now the caller can send signals to this process's group
-    os.fchdir(here)
-    os.close(here)
-    beyond = max(*order["numbers"], *given) + 1
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in given]
-    for descriptor in given:
+    with contextlib.suppress(OSError), fork.control:
+        fork.control.send(
+            str(os.getpid()).encode()
+        )  # now the caller can send signals to this process's group
+    os.fchdir(fork.folder)
+    os.close(fork.folder)
+    beyond = max(*numbers, *fork.descriptors) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in fork.descriptors]
+    for descriptor in fork.descriptors:
         os.close(descriptor)
-    for descriptor, number in zip(moved, order["numbers"], strict=True):
+    for descriptor, number in zip(moved, numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.sched_setaffinity(0, order["cores"])
@@ -278,7 +296,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
     with contextlib.suppress(Exception):  # a failed import fails again in each fork, which reports it
         import_all(sys.argv[2:])
-    Forks(socket.socket(fileno=int(sys.argv[1]))).serve()
+    work(Forks(socket.socket(fileno=int(sys.argv[1]))).serve())
 
 
 if __name__ == "__main__":

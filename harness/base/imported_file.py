@@ -47,51 +47,49 @@ def guard(
     """Replace each public function and property of a class by a Called, except the names in `but`. `passed`: types of
     exceptions that go through unchanged. `returned`: the type that a function must return, by the function's name."""
     file = Path(sys.modules[cls.__module__].__file__ or "")
-    for name, own in list(vars(cls).items()):
-        if not name.startswith("_") and name not in but and (callable(own) or hasattr(own, "__get__")):
-            setattr(cls, name, Called(own, name, file, passed, (returned or {}).get(name)))
+    for name, function in list(vars(cls).items()):
+        is_called = callable(function) or hasattr(function, "__get__")
+        if is_called and not name.startswith("_") and name not in but:
+            setattr(cls, name, Called(function, name, file, passed, (returned or {}).get(name)))
 
 
 class Called:
     """A descriptor that replaces a function or property of a class. It calls the function or property, turns an error
-    into one line by told() and, unless `returned` is None, checks that the result has the type `returned`."""
+    into one line by errors_of() and, unless `returned` is None, checks that the result has the type `returned`."""
 
     def __init__(
         self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...], returned: type | None
     ) -> None:
-        self.function, self.told, self.returned = (
-            function,
-            functools.partial(told, f"{name}()", file, passed),
-            returned,
-        )
+        self.function, self.returned = function, returned
+        self.errors = functools.partial(errors_of, file, f"{name}()", passed)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        with self.told():
-            found = (
-                self.function.__get__(instance, owner) if hasattr(self.function, "__get__") else self.function
-            )
-        if not callable(found):
-            return found
+        bound = self.function
+        with self.errors():
+            if hasattr(bound, "__get__"):
+                bound = bound.__get__(instance, owner)
+        if not callable(bound):
+            return bound
 
-        @functools.wraps(found)
-        def call(*words: Any, **options: Any) -> Any:
-            with self.told():
-                answer = found(*words, **options)
+        @functools.wraps(bound)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self.errors():
+                answer = bound(*arguments, **options)
                 if self.returned and not isinstance(answer, self.returned):
                     raise TypeError(
                         f"expected a {self.returned.__name__} as the result, got {type(answer).__name__}"
                     )
-            return self.each(answer) if isinstance(answer, GeneratorType) else answer
+            return self._yielded(answer) if isinstance(answer, GeneratorType) else answer
 
         return call
 
-    def each(self, found: Iterator[Any]) -> Iterator[Any]:
-        with self.told():
-            yield from found
+    def _yielded(self, values: Iterator[Any]) -> Iterator[Any]:
+        with self.errors():
+            yield from values
 
 
 @contextlib.contextmanager
-def told(name: str, file: Path, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def errors_of(file: Path, name: str, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn any exception or exit within this context into a ValueError with one line, which names the file, the
     function `name` and the failing line. ValueErrors, Ctrl-C and exceptions of the types `passed` go through
     unchanged."""
@@ -101,8 +99,8 @@ def told(name: str, file: Path, passed: tuple[type[Exception], ...] = ()) -> Ite
     except BaseException as error:
         if isinstance(error, (ValueError, KeyboardInterrupt, *passed)):
             raise
-        is_end = isinstance(error, SystemExit)
-        what, advice = ("ended the process", "; try raise ValueError") if is_end else ("fails", "")
+        is_exit = isinstance(error, SystemExit)
+        what, advice = ("ended the process", "; try raise ValueError") if is_exit else ("fails", "")
         line = line_in(file.parent, error)
         raise ValueError(f"{file}'s {name} {what}: {_text(error)}{line}{advice}") from error
 
@@ -114,9 +112,8 @@ def _text(error: BaseException) -> str:
 def line_in(folder: Path | None, error: BaseException) -> str:
     """Return, as text, the innermost line of the error's traceback that lies in a file directly in `folder`; empty if
     there is no such line."""
-    frames = [
-        each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).parent == folder
-    ]
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if Path(frame.filename).parent == folder]
     if not frames:
         return ""
     text = " ".join((frames[-1].line or "").split())
@@ -127,10 +124,10 @@ def line_in(folder: Path | None, error: BaseException) -> str:
 def staying() -> Iterator[None]:
     """Within this context, make os._exit() and posix._exit() raise SystemExit, because these functions would end this
     process at once, without a message. A signal still ends this process; the caller's shell reports the signal."""
-    end, here = os._exit, os.getpid()
+    end, guarded_pid = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != here:  # a forked child may exit at once
+        if os.getpid() != guarded_pid:  # a forked child may exit at once
             end(status)
         raise SystemExit(f"os._exit({status})")
 

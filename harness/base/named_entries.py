@@ -22,12 +22,10 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 1) -> str:
     """Return a hint such as `did you mean gpt2? `, which ends with a space. The hint lists at most `most` known names
     that are similar to `name`. If no name is similar, the hint lists the known names that contain `name` as a part
     between hyphens. If there are no such names, the hint is empty. Capital and small letters count as equal."""
-    small = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), small, n=most, cutoff=0.4)
-    near = [small[each] for each in near] or [
-        small[each] for each in small if name.lower() in each.split("-")
-    ]
-    return f"did you mean {' or '.join(near)}? " if near else ""
+    by_small = {entry.lower(): entry for entry in known}
+    near = difflib.get_close_matches(name.lower(), by_small, n=most, cutoff=0.4)
+    near = near or [small for small in by_small if name.lower() in small.split("-")]
+    return f"did you mean {' or '.join(by_small[small] for small in near)}? " if near else ""
 
 
 def entries(file: Path, example: str) -> dict[str, Any]:
@@ -36,43 +34,41 @@ def entries(file: Path, example: str) -> dict[str, Any]:
     try:
         return _parsed(file, file.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
-        told = " ".join(str(error).split())
-        raise ValueError(f"{file} does not load: {told}; try {example}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} does not load: {reason}; try {example}") from error
 
 
-def places(files: Iterable[Path], example: str) -> dict[str, Path]:
+def entry_files(files: Iterable[Path], example: str) -> dict[str, Path]:
     """Return the file of each entry, by the entry's name. Raises ValueError if two files have an entry of the same
     name, or if a file cannot be read."""
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         for name in entries(file, example):
-            if found.setdefault(name, file) != file:
-                told = " ".join(name.split())
+            if (other := file_of.setdefault(name, file)) != file:
                 raise ValueError(
-                    f"expected one entry named {told}, got one in {found[name]} and one in {file}; rename one"
+                    f"expected one entry named {' '.join(name.split())}, got one in {other} and one in {file};"
+                    " rename one"
                 )
-    return found
+    return file_of
 
 
 def entry(kind: type[T], what: str, name: str, files: Sequence[Path], example: str) -> T:
     """Return the entry `name` as the dataclass `kind`. Raises ValueError, whose text calls an entry `what`: if there is
     no such entry, the text names the nearest entries; if the entry has wrong fields, the text names the fields."""
-    found = places(files, example)
-    if name not in found:
-        if len(found) > FEW:
-            near, told = (
-                did_you_mean(name, found, 3),
-                f"{files[-1]} lists all {len(found)}: choose one, or add it",
-            )
+    file_of = entry_files(files, example)
+    if name not in file_of:
+        if len(file_of) > FEW:
+            near = did_you_mean(name, file_of, 3)
+            advice = f"{files[-1]} lists all {len(file_of)}: choose one, or add it"
         else:
-            told = f"choose one of {', '.join(sorted(found))}, or add it to {files[-1]}"
-            near = did_you_mean(name, found)
-        raise ValueError(f"no {what} {name!r}: {near}{told}")
-    file = found[name]
+            near = did_you_mean(name, file_of)
+            advice = f"choose one of {', '.join(sorted(file_of))}, or add it to {files[-1]}"
+        raise ValueError(f"no {what} {name!r}: {near}{advice}")
+    file = file_of[name]
     try:
         return checked(kind, entries(file, example)[name])
     except ValueError as error:
-        known = ", ".join(item.name for item in fields(kind))  # type: ignore[arg-type]
+        known = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
         raise ValueError(f"{file}: {' '.join(name.split())}: {error}; try the fields {known}") from error
 
 

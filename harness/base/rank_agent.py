@@ -46,7 +46,7 @@ class Rendezvous(NamedTuple):
     def variables(self, rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
         """Return the environment variables that torchrun would set for this rank. If all ranks are on one machine, they
         use only the loopback network device, unless the caller's environment names another device."""
-        found = {
+        values = {
             "RANK": rank,
             "LOCAL_RANK": local_rank,
             "WORLD_SIZE": world_size,
@@ -58,18 +58,17 @@ class Rendezvous(NamedTuple):
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
         libraries = ("GLOO", "NCCL") if self.is_one_machine else ()
-        devices = {
-            name: os.environ.get(name, "lo") for name in (f"{each}_SOCKET_IFNAME" for each in libraries)
-        }
-        return {name: str(value) for name, value in found.items()} | devices
+        names = [f"{library}_SOCKET_IFNAME" for library in libraries]
+        devices = {name: os.environ.get(name, "lo") for name in names}
+        return {name: str(value) for name, value in values.items()} | devices
 
 
 class Rank:
-    """A rank's process, which this agent has forked. `told`: descriptor from which the agent reads what the rank writes
-    into its pipe; -1 after the pipe's end. `end`: pidfd of the process."""
+    """A rank's process, which this agent has forked. `reader`: descriptor from which the agent reads what the rank
+    writes into its pipe; -1 after the pipe's end. `end`: pidfd of the process."""
 
-    def __init__(self, number: int, pid: int, told: int) -> None:
-        self.number, self.pid, self.told = number, pid, told
+    def __init__(self, number: int, pid: int, reader: int) -> None:
+        self.number, self.pid, self.reader = number, pid, reader
         self.end = os.pidfd_open(pid)
 
     def signal(self, kind: int) -> None:
@@ -98,7 +97,7 @@ class RankAgent:
         for kind in (signal.SIGINT, signal.SIGTERM):
             signal.signal(kind, ignore)
 
-    def told(self, rank: int, data: bytes) -> None:
+    def heard(self, rank: int, data: bytes) -> None:
         """Handle data that a rank has written into its pipe. The data are whole lines if the rank writes one whole line
         of at most 4096 bytes at a time."""
 
@@ -139,11 +138,11 @@ class RankAgent:
         """Start a rank for each number in `works`; the rank does the number's work. Then, if listen() has opened a
         socket, serve the ranks' store there. This is safe, because nothing unpickles the bytes that the store gets."""
         for number, work in works.items():
-            told, tells = os.pipe()
-            pid = _fork(f"rank {number}", partial(self._work, work, tells, [told]))
-            os.close(tells)
-            rank = self.ranks[number] = Rank(number, pid, told)
-            self.watch(told, partial(self._relay, rank))
+            reader, writer = os.pipe()
+            pid = _fork(f"rank {number}", partial(self._work, work, writer, [reader]))
+            os.close(writer)
+            rank = self.ranks[number] = Rank(number, pid, reader)
+            self.watch(reader, partial(self._relay, rank))
             self.watch(rank.end, partial(self._ended, rank))
         if self.listener:
             from torch.distributed import TCPStore
@@ -166,34 +165,34 @@ class RankAgent:
             self.listener = None
 
     def _relay(self, rank: Rank) -> None:
-        if data := os.read(rank.told, 65536):
-            self.told(rank.number, data)
+        if data := os.read(rank.reader, 65536):
+            self.heard(rank.number, data)
         else:
-            self.waiting.unregister(rank.told)
-            os.close(rank.told)
-            rank.told = -1
+            self.waiting.unregister(rank.reader)
+            os.close(rank.reader)
+            rank.reader = -1
 
     def _ended(self, rank: Rank) -> None:
         # also kills the rank's children; until waitpid() no other process gets its number
         rank.signal(signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
-        while rank.told >= 0:
+        while rank.reader >= 0:
             self._relay(rank)
         self.waiting.unregister(rank.end)
         os.close(rank.end)
         del self.ranks[rank.number]
         self.exited(rank.number, code)
 
-    def _work(self, work: Work, tells: int, others: list[int]) -> NoReturn:
+    def _work(self, work: Work, writer: int, others: list[int]) -> NoReturn:
         """Do a rank's work in this process, which is a new fork, and end this process with the rank's exit code.
-        `tells`: the rank's end of its pipe; `others`: descriptors to close."""
+        `writer`: the rank's end of its pipe; `others`: descriptors to close."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # ranks go on ignoring SIGTERM, which may reach all processes; the agent handles it
         signal.set_wakeup_fd(-1)
         self.waiting.close()
         if self.listener:
             self.listener.close()
-        ends = [end for rank in self.ranks.values() for end in (rank.end, rank.told) if end >= 0]
+        ends = [end for rank in self.ranks.values() for end in (rank.end, rank.reader) if end >= 0]
         for descriptor in [*self.private, *others, *ends]:
             os.close(descriptor)
         with open(os.devnull) as nothing:
@@ -203,7 +202,7 @@ class RankAgent:
             numpy.random.seed()
         code = 1
         try:
-            code = work(tells)
+            code = work(writer)
         except BaseException:
             traceback.print_exc()
         for stream in (sys.stdout, sys.stderr):
@@ -225,21 +224,24 @@ class OneRound(RankAgent):
         self.limit = math.inf  # time.monotonic() at which the remaining ranks are killed
 
     def meet(
-        self, work: Callable[[dict[str, str], int], int], num_local: int, world_size: int, there: Rendezvous
+        self,
+        work: Callable[[dict[str, str], int], int],
+        num_local: int,
+        world_size: int,
+        rendezvous: Rendezvous,
     ) -> dict[int, int]:
         """Run the ranks of this node and return as run() does. `work` gets a rank's environment variables and the
-        descriptor of the rank's pipe. `num_local`: number of ranks of each node; `there`: where the ranks of all nodes
-        meet."""
-        if there.node == 0:
-            address, port = self.listen(there.address, there.port)
-            there = there._replace(address=address, port=port)
-        locals_ = {there.node * num_local + local: local for local in range(num_local)}
-        return self.run(
-            {
-                rank: partial(work, there.variables(rank, local, world_size, num_local))
-                for rank, local in locals_.items()
-            }
-        )
+        descriptor of the rank's pipe. `num_local`: number of ranks of each node; `rendezvous`: where the ranks of all
+        nodes meet."""
+        first = rendezvous.node * num_local
+        if rendezvous.node == 0:
+            address, port = self.listen(rendezvous.address, rendezvous.port)
+            rendezvous = rendezvous._replace(address=address, port=port)
+        works: dict[int, Work] = {}
+        for local in range(num_local):
+            variables = rendezvous.variables(first + local, local, world_size, num_local)
+            works[first + local] = partial(work, variables)
+        return self.run(works)
 
     def run(self, works: Mapping[int, Work]) -> dict[int, int]:
         """Run the ranks until the round ends. Return the exit codes of the ranks that failed by themselves, before this
@@ -261,7 +263,7 @@ class OneRound(RankAgent):
             for rank in self.ranks.values():
                 os.kill(rank.pid, signal.SIGINT)
 
-    def told(self, rank: int, data: bytes) -> None:
+    def heard(self, rank: int, data: bytes) -> None:
         self.hear(rank, data)
 
     def exited(self, rank: int, code: int) -> None:

@@ -22,20 +22,20 @@ Name = TypeVar("Name", str, int)
 
 
 class Registry:
-    """The folders or files that hold the entries of one kind. `kind`: the word for an entry, such as method; `own`:
-    this project's folder or file."""
+    """The folders or files that hold the entries of one kind. `kind`: the word for an entry, such as method;
+    `project`: this project's folder or file."""
 
-    def __init__(self, kind: str, own: Path) -> None:
-        self.kind, self.own = kind, own
+    def __init__(self, kind: str, project: Path) -> None:
+        self.kind, self.project = kind, project
         self.added: list[Path] = []
 
     @property
-    def places(self) -> tuple[Path, ...]:
-        return (self.own, *self.added)
+    def paths(self) -> tuple[Path, ...]:
+        return (self.project, *self.added)
 
-    def add(self, places: Iterable[Path]) -> None:
+    def add(self, paths: Iterable[Path]) -> None:
         """Search these folders or files, too, until forget() is called."""
-        self.added += (place.absolute() for place in places)  # absolute() does not resolve symbolic links
+        self.added += (path.absolute() for path in paths)  # absolute() does not resolve symbolic links
 
     def forget(self) -> None:
         self.added.clear()
@@ -54,7 +54,7 @@ class FileRegistry(Registry, Generic[Name]):
     def files(self, folders: Sequence[Path] = ()) -> dict[Name, Path]:
         """Return the file of each entry, by the entry's name. The files in `folders` are included. Raises ValueError if
         two entries have the same name, or if a folder is missing."""
-        return _files(self, (*self.places, *folders))
+        return _files(self, (*self.paths, *folders))
 
     def module(self, file: Path) -> Any:
         """Import the file of an entry as a module of the package, and return the module. From then on, other files in
@@ -71,27 +71,23 @@ class FileRegistry(Registry, Generic[Name]):
         """Return the subclass of `base` that the file defines; None if the file does not define exactly one, or if this
         subclass lacks a function that `base` requires. Raises ValueError, one line, if the import fails."""
         module = self.module(file)
-        own = [
-            item
-            for item in vars(module).values()
-            if isinstance(item, type) and item.__module__ == module.__name__
-        ]
-        found = [item for item in own if issubclass(item, base)]
-        return found[0] if len(found) == 1 and not inspect.isabstract(found[0]) else None
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        classes = [cls for cls in classes if cls.__module__ == module.__name__ and issubclass(cls, base)]
+        return classes[0] if len(classes) == 1 and not inspect.isabstract(classes[0]) else None
 
 
 @functools.cache
 def _files(registry: FileRegistry[Any], folders: tuple[Path, ...]) -> dict[Any, Path]:
     kind = registry.kind
-    found: dict[Any, Path] = {}
+    files: dict[Any, Path] = {}
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"expected a folder of {kind}s, got {folder}; try --{kind}s FOLDER")
         for path in sorted(folder.resolve().glob("[!_]*.py")):
             name = registry.name_of(path.stem)
-            if name is not None and found.setdefault(name, path) != path:
+            if name is not None and files.setdefault(name, path) != path:
                 # two files have the same entry's name
                 raise ValueError(
-                    f"expected one file of {kind} {name}, got {found[name]} and {path}; try another name"
+                    f"expected one file of {kind} {name}, got {files[name]} and {path}; try another name"
                 )
-    return found
+    return files

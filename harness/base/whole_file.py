@@ -124,18 +124,13 @@ def check_replaceable(path: Path, head: bytes = b"") -> None:
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
-            kind = (
-                "a folder"
-                if stat.S_ISDIR(mode)
-                else "a symbolic link"
-                if stat.S_ISLNK(mode)
-                else "a device or pipe"
-            )
+            kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link"}
+            kind = kinds.get(stat.S_IFMT(mode), "a device or pipe")
             raise ValueError(
                 f"{path}: expected a new file, or a file to replace, got {kind}; try another name"
             )
         with open(path, "rb") as file:
             begins = file.read(len(head))
         if begins and begins != head:
-            told = "expected a new file, or one that an earlier call wrote, got another file"
-            raise ValueError(f"{path}: {told}; try another name")
+            message = "expected a new file, or one that an earlier call wrote, got another file"
+            raise ValueError(f"{path}: {message}; try another name")

@@ -109,14 +109,14 @@ def of_exception(
     this folder. None: the reason names no line.
     """
     kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
-    told = [(cause, kind) for cause, kind in kinds if kind is not None]
-    if not told:
+    known = [(cause, kind) for cause, kind in kinds if kind is not None]
+    if not known:
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
         reason = f"{_text(error)} at {phase}{line_in(folder, error)[:TEXT_LENGTH]}; its log has the traceback"
         return ended("crash", "numeric" if is_numeric else "exception", reason)
     # If only a package is missing, the outermost error is shown, because this error may name the command that installs
     # the package.
-    cause, kind = next((pair for pair in told if pair[1].status != "unavailable"), told[-1])
+    cause, kind = next((pair for pair in known if pair[1].status != "unavailable"), known[-1])
     evidence: dict[str, Any] = (
         {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
     )
@@ -173,17 +173,16 @@ def of_process(end: End) -> Failure:
     if number == signal.SIGBUS and end.shm_free_bytes is not None and end.shm_free_bytes < 2**20:
         kind, text = Kind("oom-host", "shm", "signal"), "SIGBUS, /dev/shm was full"
         return _failure(kind, end.phase, text, **seen, inferred=True, shm_free_bytes=end.shm_free_bytes)
-    words = LAST_WORDS.search(end.log_tail)
-    if words and (number == signal.SIGABRT or end.code > 0):
-        return _failure(Kind("oom-host", "host", "log"), end.phase, words[0], **seen, text=words[0])
-    name = "signal" if number in set(signal.Signals) else "exit"
-    told = (
-        f"ended by {signal.Signals(number).name}" if name == "signal" else f"exit {end.code} without a result"
-    )
+    match = LAST_WORDS.search(end.log_tail)
+    if match and (number == signal.SIGABRT or end.code > 0):
+        return _failure(Kind("oom-host", "host", "log"), end.phase, match[0], **seen, text=match[0])
+    name, text = "exit", f"exit {end.code} without a result"
+    if number in set(signal.Signals):
+        name, text = "signal", f"ended by {signal.Signals(number).name}"
     advice = "its log has what it printed last"
     if not end.code:  # exit code 0, but no record: the method's code has ended the process
         advice = f"look for sys.exit() and os._exit() in the method's file; {advice}"
-    return ended("crash", name, f"{told} at {end.phase}; {advice}", **seen)
+    return ended("crash", name, f"{text} at {end.phase}; {advice}", **seen)
 
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
@@ -227,16 +226,16 @@ def _innermost_first(error: BaseException) -> list[tuple[BaseException, bool]]:
     """Return the exception and its causes, innermost first, each with a flag. The flag is True for the exception itself
     and for explicit causes (`raise ... from`). It is False for an exception that was only being handled when another
     exception was raised."""
-    found: dict[int, tuple[BaseException, bool]] = {}
+    causes: dict[int, tuple[BaseException, bool]] = {}
 
-    def visit(item: BaseException | None, is_explicit: bool) -> None:
-        if item is not None and id(item) not in found:
-            found[id(item)] = item, is_explicit
-            visit(item.__cause__, is_explicit)
-            visit(item.__context__, False)
+    def visit(cause: BaseException | None, is_explicit: bool) -> None:
+        if cause is not None and id(cause) not in causes:
+            causes[id(cause)] = cause, is_explicit
+            visit(cause.__cause__, is_explicit)
+            visit(cause.__context__, False)
 
     visit(error, True)
-    return list(found.values())[::-1]
+    return list(causes.values())[::-1]
 
 
 def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Kind | None:
@@ -272,15 +271,15 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
 def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
     """Return the bytes that were asked for, in use and allowed, as far as the message `text` or `memory` tells them;
     an empty dict if the failure is no lack of memory."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, pattern in SIZES if kind.resource in MEMORIES else ():
         if match := re.search(pattern, text, re.IGNORECASE):
             number, unit = filter(None, match.groups())
-            found.setdefault(name, int(float(number) * UNITS[unit.lower()]))
-    if kind.resource == "host" and "in_use_bytes" not in found:
+            sizes.setdefault(name, int(float(number) * UNITS[unit.lower()]))
+    if kind.resource == "host" and "in_use_bytes" not in sizes:
         names = {"host_bytes": "in_use_bytes", "host_limit_bytes": "limit_bytes"}
-        found |= {name: memory[key] for key, name in names.items() if key in memory}
-    return found
+        sizes |= {name: memory[key] for key, name in names.items() if key in memory}
+    return sizes
 
 
 def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
@@ -289,12 +288,12 @@ def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
     if kind.resource not in MEMORIES:
         return f"{text} (at {phase})"
     memory, advice = MEMORIES[kind.resource]
-    asked, used, limit = (evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
-    numbers = [f"asked for {gib(asked)}"] if asked else []
+    requested, used, limit = (evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
+    numbers = [f"asked for {gib(requested)}"] if requested else []
     if used is not None:
         numbers.append(f"{gib(used)}{f' of {gib(limit)}' if limit else ''} in use")
-    told = f": {', '.join(numbers)}" if numbers else ""
-    return f"out of {memory} at {phase}{told}; {advice} ({text})"
+    sizes = f": {', '.join(numbers)}" if numbers else ""
+    return f"out of {memory} at {phase}{sizes}; {advice} ({text})"
 
 
 def _text(error: BaseException) -> str:

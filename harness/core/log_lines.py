@@ -32,8 +32,8 @@ def header_lines(job: Job) -> list[str]:
 
 def end_line(job: Job, status: str, phase: str, num_steps: int, reason: str) -> str:
     """Return the line that tells a run's end: status, phase, number of steps done and, unless it is empty, reason."""
-    told = f"ended as {status} at {phase}, after {num_steps} of {job.steps} steps"
-    return f"{told}: {' '.join(reason.split())}" if reason else told
+    text = f"ended as {status} at {phase}, after {num_steps} of {job.steps} steps"
+    return f"{text}: {' '.join(reason.split())}" if reason else text
 
 
 def interval_steps(job: Job) -> int:
@@ -84,8 +84,8 @@ def interval_lines(
             f" reserved: {reserved} | max reserved: {reserved}"
         )
     if dialect == "plain":
-        for published, own in PLAIN_WORDS.items():
-            lines = [line.replace(published, own) for line in lines]
+        for published, plain in PLAIN_WORDS.items():
+            lines = [line.replace(published, plain) for line in lines]
     return lines
 
 

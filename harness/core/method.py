@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hints
 
-from harness.base.imported_file import guard, told
+from harness.base.imported_file import errors_of, guard
 from harness.base.named_entries import did_you_mean
 from harness.base.registry import FileRegistry
 from harness.core import identity
@@ -205,13 +205,13 @@ def names(folders: tuple[Path, ...] = ()) -> list[str]:
 
 def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
     """Return the reason for each method whose file cannot be loaded, by method's name. The other methods still run."""
-    found = {}
+    reasons = {}
     for name in names(folders):
         try:
             load(name, folders)
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            reasons[name] = str(error)
+    return reasons
 
 
 def loadable(folders: tuple[Path, ...]) -> dict[str, type[Method]]:
@@ -226,13 +226,13 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
         raise ValueError(
             f"no method {name!r}: {did_you_mean(name, files)}choose one of {', '.join(sorted(files))}"
         )
-    found: type[Method] | None = REGISTRY.class_in(files[name], Method)
-    if found is None or not dataclasses.is_dataclass(found):
+    cls: type[Method] | None = REGISTRY.class_in(files[name], Method)
+    if cls is None or not dataclasses.is_dataclass(cls):
         raise ValueError(
             f"{files[name]} must hold one frozen dataclass of harness.core.method.Method with plan() and train(); see"
             " CONTRIBUTING.md"
         )
-    return found
+    return cls
 
 
 def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -> Method:
@@ -243,14 +243,14 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
         if option not in allowed:
             raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
     file = REGISTRY.files(folders)[name]
-    with told("class", file):
+    with errors_of(file, "class"):
         hints = get_type_hints(cls)
     for option, value in options.items():
         if not isinstance(value, hints[option]):
             kind = getattr(hints[option], "__name__", hints[option])
             read = "" if isinstance(value, str) else " (none, true, false and numbers are not read as text)"
             raise ValueError(f"{name}'s option {option} takes {kind}, not {value!r}{read}")
-    with told("__init__()", file, (Unavailable,)):
+    with errors_of(file, "__init__()", (Unavailable,)):
         return cls(**options)
 
 

@@ -27,13 +27,14 @@ def find() -> str | None:
 def has_header(name: str) -> bool:
     """True if a header of this name lies in one of the compiler's default folders, or in a folder that an environment
     variable adds to them."""
-    told = (os.environ.get(word, "") for word in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"))
+    variables = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+    added = os.pathsep.join(os.environ.get(variable, "") for variable in variables).split(os.pathsep)
     prefixes = ("/usr/local", "/usr", os.environ.get("CONDA_PREFIX", "/usr"))
     folders = [f"{prefix}/include" for prefix in prefixes] + [
         f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}"
     ]
-    given = [folder for paths in told for folder in paths.split(os.pathsep) if folder]
-    return any(Path(folder, name).exists() for folder in (*given, sysconfig.get_path("include"), *folders))
+    folders = [*filter(None, added), sysconfig.get_path("include"), *folders]
+    return any(Path(folder, name).exists() for folder in folders)
 
 
 @dataclass(frozen=True)

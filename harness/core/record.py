@@ -136,8 +136,10 @@ class Record:
     def answers(self, job: Job) -> bool:
         """True if this record, whose key is the key of `job`, makes a run of `job` unnecessary. False if the job asks
         for a trace or saved weights that the recorded run did not write."""
-        asked = ((job.trace, self.job.trace), (job.save, self.job.save))
-        return all(path is None or (path == own and Path(path).exists()) for path, own in asked)
+        paths = ((job.trace, self.job.trace), (job.save, self.job.save))
+        return all(
+            path is None or (path == written_path and Path(path).exists()) for path, written_path in paths
+        )
 
     @property
     def is_lasting(self) -> bool:
@@ -174,7 +176,7 @@ class Record:
 
     def models(self) -> list[Record]:
         """Return one record for each trained model, with its own workload and steps; the first is this record."""
-        found = [self]
+        records = [self]
         for other in self.others:
             workload = dataclasses.replace(self.job.workload, **other["workload"])
             steps = self.job.steps * self.job.workload.batch_size // workload.batch_size  # the same samples
@@ -182,8 +184,8 @@ class Record:
                 self.job, workload=workload, steps=steps, warmup=min(self.job.warmup, steps - 1)
             )
             kept = {name: value for name, value in other.items() if name != "workload"}
-            found.append(dataclasses.replace(self, job=job, others=[], **kept))
-        return found
+            records.append(dataclasses.replace(self, job=job, others=[], **kept))
+        return records
 
     @property
     def samples_per_second(self) -> float | None:
@@ -248,8 +250,8 @@ class Record:
         if self.moved_bytes < 0:
             return f"expected moved_bytes of at least 0, got {self.moved_bytes}"
         for name in ("probe_layers", "probe_steps"):
-            if (told := self.gate.evidence.get(name, 1)) < 1:
-                return f"gate.evidence.{name}: expected at least 1, got {told}"
+            if (number := self.gate.evidence.get(name, 1)) < 1:
+                return f"gate.evidence.{name}: expected at least 1, got {number}"
         if self.interval_steps < 1:
             return f"expected interval_steps of at least 1, got {self.interval_steps}"
         if not 0 <= self.started < LATEST:
@@ -290,10 +292,10 @@ def wrong_num_models(schedule: Mapping[str, Any], others: Sequence[Any]) -> str:
     """Describe, in one line, a wrong `num_models` in a record's schedule; empty if the number is right. A wrong number
     would falsify samples_per_step."""
     num_models = 1 + len(others)
-    told = schedule.get("num_models", num_models)
-    return (
-        "" if told == num_models else f"expected num_models {num_models}, one more than `others`, got {told}"
-    )
+    scheduled = schedule.get("num_models", num_models)
+    if scheduled == num_models:
+        return ""
+    return f"expected num_models {num_models}, one more than `others`, got {scheduled}"
 
 
 def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
@@ -312,7 +314,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
         if _age(record, now) != record.started:
             complaints.append(f"{path}: written by a clock that is ahead, so it counts as the oldest")
         same = [first.setdefault(mark, path) for mark in marks(record)]
-        if other := next((each for each in same if each != path), None):
+        if other := next((same_path for same_path in same if same_path != path), None):
             complaints.append(f"{path}: the same measurement as {other.name}, which counts once")
         else:
             ordered[path] = record
@@ -331,10 +333,10 @@ def marks(record: Record) -> list[Any]:
 
 def records_of(folder: Path) -> list[Record]:
     """Return the records of a folder, oldest first. Print the complaints of read_all() to standard error."""
-    found, complaints = read_all(folder)
+    records, complaints = read_all(folder)
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
-    return list(found.values())
+    return list(records.values())
 
 
 def added_folders(results: Path) -> list[Path]:

@@ -49,13 +49,13 @@ class Place(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, words: dict[str, Any], device: str) -> Place:
-        """Return the place for jobs on this device. `words`: the values of the command line's options, by name. Raises
-        Unavailable if the place cannot be reached."""
+    def of(cls, options: dict[str, Any], device: str) -> Place:
+        """Return the place for jobs on this device. `options`: the values of the command line's options, by name.
+        Raises Unavailable if the place cannot be reached."""
 
     @classmethod
-    def asks_for_gpus(cls, words: dict[str, Any]) -> bool:
-        """Return True if the place's own options ask for GPUs. `words`: as in of()."""
+    def asks_for_gpus(cls, options: dict[str, Any]) -> bool:
+        """Return True if the place's own options ask for GPUs. `options`: as in of()."""
         return False
 
     @abstractmethod
@@ -94,24 +94,24 @@ def load(name: str) -> type[Place]:
     """Return the class of the place with this name. Raises ValueError with one line of text if the place's file does
     not load, or does not hold a class of Place."""
     file = REGISTRY.files()[name]
-    found: type[Place] | None = REGISTRY.class_in(file, Place)
-    if found is None:
+    place: type[Place] | None = REGISTRY.class_in(file, Place)
+    if place is None:
         raise ValueError(f"{file} must hold one class of harness.run.place.Place; see CONTRIBUTING.md")
-    return found
+    return place
 
 
 def loadable() -> dict[str, type[Place]]:
     """Return the classes of the places whose files load, by the places' names."""
-    found = {}
+    places = {}
     for name in REGISTRY.files():
         with contextlib.suppress(ValueError):
-            found[name] = load(name)
-    return found
+            places[name] = load(name)
+    return places
 
 
 def drafting() -> str:
     """Return the names of the places that define draft(), joined by "or"."""
-    return " or ".join(name for name, found in loadable().items() if found.draft is not Place.draft)
+    return " or ".join(name for name, place in loadable().items() if place.draft is not Place.draft)
 
 
 def no_draft() -> str:

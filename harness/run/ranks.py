@@ -72,11 +72,13 @@ class JobAgent(OneRound):
             record = Record(self.job, self.order["key"], "unavailable", reason=reason, started=time.time())
             record.write(self.folder / "0.json")
             return {0: 1}
-        there = Rendezvous()
+        rendezvous = Rendezvous()
         if num_local < self.job.world_size:
             port, node = int(os.environ["PET_MASTER_PORT"]), int(os.environ["PET_NODE_RANK"])
-            there = Rendezvous(os.environ["PET_MASTER_ADDR"], port, node, False, os.environ["PET_RDZV_ID"])
-        return self.meet(partial(rank, self.order), num_local, self.job.world_size, there)
+            rendezvous = Rendezvous(
+                os.environ["PET_MASTER_ADDR"], port, node, False, os.environ["PET_RDZV_ID"]
+            )
+        return self.meet(partial(rank, self.order), num_local, self.job.world_size, rendezvous)
 
     def conclude(self, failed: dict[int, int]) -> None:
         """Write the job's trace, if the job asks for a trace, and hand over the job's record. If the first rank that
@@ -163,13 +165,13 @@ def together(records: list[Record]) -> Record:
     names = sorted({name for record in records for name in record.peaks})
     peaks = {name: max(record.peaks.get(name, 0) for record in records) for name in names}
     stated = [rank for record in records for rank in record.machine.get("ranks", [])]
-    told: dict[str, Any] = {**records[0].machine, "ranks": stated}
+    facts: dict[str, Any] = {**records[0].machine, "ranks": stated}
     if stated:
-        told["peak_rank"] = max(stated, key=_peak_bytes)["rank"]
+        facts["peak_rank"] = max(stated, key=_peak_bytes)["rank"]
     retries = max(record.num_alloc_retries for record in records)
     software = {**records[0].software, **_other_code(records)}
     return dataclasses.replace(
-        records[0], peaks=peaks, num_alloc_retries=retries, machine=told, software=software
+        records[0], peaks=peaks, num_alloc_retries=retries, machine=facts, software=software
     )
 
 
@@ -212,9 +214,9 @@ def end_all(processes: list[psutil.Process], seconds: float) -> None:
         time.sleep(0.01 if left else 0)
 
 
-def rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
+def rank(order: dict[str, Any], environment: dict[str, str], writer: int) -> int:
     """Run one rank in this process, a fork of the agent; return its exit code. `order`: the agent's order;
-    `environment`: torchrun's variables of this rank; `tells`: descriptor of the pipe to the agent. After SIGINT the
+    `environment`: torchrun's variables of this rank; `writer`: descriptor of the pipe to the agent. After SIGINT the
     rank still finishes its record."""
     os.environ |= environment
     signal.signal(signal.SIGINT, interrupt_once)
@@ -229,7 +231,7 @@ def rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
 
     def emit(event: dict[str, Any]) -> None:
         if local == 0:
-            write_all(tells, (json.dumps(event) + "\n").encode())
+            write_all(writer, (json.dumps(event) + "\n").encode())
 
     trace = str(folder_of(Path(order["record"])) / f"trace-{number}") if job.trace else None
     save = None if number else job.save  # only rank 0 has the whole tensors

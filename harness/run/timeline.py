@@ -66,16 +66,16 @@ def write(timeline: Timeline, path: Path) -> None:
         name: number for number, name in enumerate(sorted({span.track for span in spans}, key=_rank), 1)
     }
     zero = min((span.start for span in timeline.steps), default=0.0)
-    told: list[tuple[int, str, dict[str, Any]]] = [
+    metadata: list[tuple[int, str, dict[str, Any]]] = [
         (0, "process_name", {"name": timeline.about.get("title", "")})
     ]
     for name, number in threads.items():
-        told += [
+        metadata += [
             (number, "thread_name", {"name": name}),
             (number, "thread_sort_index", {"sort_index": number}),
         ]
     events = [
-        {"ph": "M", "pid": 1, "tid": number, "name": name, "args": facts} for number, name, facts in told
+        {"ph": "M", "pid": 1, "tid": number, "name": name, "args": facts} for number, name, facts in metadata
     ]
     events += [
         {
@@ -100,11 +100,11 @@ def read(path: Path) -> Timeline:
     try:
         data = read_json(path)
         names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
-        found = Timeline([], [], data["otherData"])
+        timeline = Timeline([], [], data["otherData"])
         for e in (e for e in data["traceEvents"] if e["ph"] == "X"):
             span = Span(names[e["tid"]], e["cat"], e["args"]["of"], e["ts"] / US, (e["ts"] + e["dur"]) / US)
-            (found.steps if span.track == "steps" else found.spans).append(span)
-        return found
+            (timeline.steps if span.track == "steps" else timeline.spans).append(span)
+        return timeline
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: expected a trace of this harness, got {error!r}") from error
 
@@ -147,13 +147,13 @@ def share(spans: Iterable[Span], step: Span) -> Share:
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of the intervals, as a sorted list of disjoint intervals."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def common(one: list[Interval], other: list[Interval]) -> list[Interval]:

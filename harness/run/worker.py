@@ -18,10 +18,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -30,10 +30,13 @@ from harness.base.child_process import interrupt_here, when_closed
 from harness.base.foreign_file import parsed_json
 from harness.core import failures, log_lines
 from harness.core.job import Job, Plan
-from harness.core.method import Method, Step, Trained, create
+from harness.core.method import Method, OtherModel, Step, TensorState, Trained, create
 from harness.core.record import Record, wrong_num_models
 from harness.devices import budgets, machine, process_memory, tf32
 from harness.devices.room import room_within
+
+if TYPE_CHECKING:
+    from harness.run.trace import Taking, Trace
 
 ORPHAN_SECONDS = 60.0
 Emit = Callable[[dict[str, Any]], None]
@@ -95,6 +98,8 @@ class Run:
         self._num_taken = 0  # number of batches taken
         # at each yielded step: number of batches taken beyond this step's batch
         self._ahead: set[int] = set()
+        self.taking: Taking | None = None  # until the first batch is taken
+        self.trace: Trace | None = None
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -114,7 +119,7 @@ class Run:
         from harness.gate.inspect_training import inspect
         from harness.run.trace import Taking, Trace
 
-        job, self.dialect, before = self.job, method.log_dialect, process_memory.process_bytes()
+        job, self.dialect, bytes_before = self.job, method.log_dialect, process_memory.process_bytes()
         tf32.check(job.device, job.workload.dtype)
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
@@ -123,27 +128,10 @@ class Run:
         inputs, targets = batches[..., :-1].contiguous(), batches[..., 1:].contiguous()
         self.clock = StepClock(job.device)
         torch.manual_seed(job.workload.seed)
-        taking = Taking(job.device, self.emit)
-        trace = Trace(job) if job.trace else None
+        self.taking, self.trace = Taking(job.device, self.emit), Trace(job) if job.trace else None
         self.enter("build")
-
-        def feed() -> Iterator[tuple[Any, Any]]:
-            """Yield the batches. The clock starts at the first batch, when the method has built its model."""
-            for step, batch in enumerate(zip(inputs, targets, strict=True), start=1):
-                if step == 1:
-                    taking.end()
-                    self.clock.synchronize()
-                    self.clock.mark()
-                if trace:
-                    trace.is_on = step >= trace.first_step
-                self.enter(f"step {step}")
-                self._num_taken = step
-                yield batch
-            self.enter("drain")
-            budgets.check_taken(job, before)
-            budgets.lift(job)  # the inspection may take memory beyond the budget
-
-        training = method.train(job.workload, Counted(feed(), job.steps), job.device)
+        fed = Counted(self._feed(zip(inputs, targets, strict=True), bytes_before), job.steps)
+        training = method.train(job.workload, fed, job.device)
         if not hasattr(training, "close"):  # not a generator
             raise TypeError(
                 f"expected train() to yield a Step for each batch, got {type(training).__name__} from it"
@@ -152,36 +140,31 @@ class Run:
             trained = self._drive(training)
         finally:
             training.close()
-        self.clock.synchronize()
-        self._collect(wait=True)
-        if wrong := self._contradiction(trained):
-            raise ValueError(wrong)
-        tf32.check(job.device, job.workload.dtype)
-        if trace:
-            trace.write(self.clock.marks, self.emit)
-        self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
-        self.measured |= memory_of_training(job.device)
-        peaks = self.measured["peaks"]
-        peaks |= {name: max(size, peaks.get(name, 0)) for name, size in trained.peaks.items()}
+        self._conclude(trained)
         self.enter("inspect")
-        tensors = trained.tensors
-        if job.save:
-            from harness.models.saved_weights import SavedWeights
-
-            tensors = SavedWeights(job.workload, Path(job.save)).passing(tensors)
-        self.measured["tensors"] = inspect(tensors, job)
+        self.measured["tensors"] = inspect(self._saved(trained.tensors), job)
         self.measured["others"] = [
-            {
-                "workload": other.changes,
-                "losses": other.losses,
-                "grad_norms": other.grad_norms,
-                "loss_scales": other.loss_scales,
-                "skipped_steps": other.skipped_steps,
-                "tensors": inspect(other.tensors, job),
-            }
-            for other in trained.others
+            _results(other) | {"tensors": inspect(other.tensors, job)} for other in trained.others
         ]
         self.enter("done")
+
+    def _feed(self, batches: Iterable[tuple[Any, Any]], bytes_before: dict[str, int]) -> Iterator[Any]:
+        """Yield the batches. The clock starts at the first batch, when the method has built its model. `bytes_before`:
+        this process's bytes before training."""
+        for step, batch in enumerate(batches, start=1):
+            if self.taking:
+                self.taking.end()
+                self.taking = None
+                self.clock.synchronize()
+                self.clock.mark()
+            if self.trace:
+                self.trace.is_on = step >= self.trace.first_step
+            self.enter(f"step {step}")
+            self._num_taken = step
+            yield batch
+        self.enter("drain")
+        budgets.check_taken(self.job, bytes_before)
+        budgets.lift(self.job)  # the inspection may take memory beyond the budget
 
     def _drive(self, training: Any) -> Trained:
         from harness.gate.inspect_training import Kernels
@@ -202,12 +185,11 @@ class Run:
                     )
                 if len(self.clock.marks) == 1 and (wrong := trains_alone(self.job)):
                     raise ValueError(wrong)
-                for told in (step.loss, step.grad_norm):
-                    if (
-                        told is not None and type(told) is not self.clock.torch.Tensor
-                    ):  # another type might compute only when its value is read, after the step has ended
+                for scalar in (step.loss, step.grad_norm):
+                    # another type might compute only when its value is read, after the step has ended
+                    if scalar is not None and type(scalar) is not self.clock.torch.Tensor:
                         raise TypeError(
-                            f"expected a torch.Tensor as a step's loss or norm, got {type(told).__name__}"
+                            f"expected a torch.Tensor as a step's loss or norm, got {type(scalar).__name__}"
                         )
                 self._ahead.add(self._num_taken - len(self.clock.marks))
                 self._waiting.append(
@@ -220,12 +202,35 @@ class Run:
         except StopIteration as end:
             return end.value or Trained([])
 
+    def _conclude(self, trained: Trained) -> None:
+        """Measure what is known once all steps are done, before the inspection takes memory. Raises ValueError if
+        something falsifies the method's throughput."""
+        self.clock.synchronize()
+        self._collect(wait=True)
+        if wrong := self._contradiction(trained):
+            raise ValueError(wrong)
+        tf32.check(self.job.device, self.job.workload.dtype)
+        if self.trace:
+            self.trace.write(self.clock.marks, self.emit)
+        self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule
+        self.measured |= memory_of_training(self.job.device)
+        peaks = self.measured["peaks"]
+        peaks |= {name: max(size, peaks.get(name, 0)) for name, size in trained.peaks.items()}
+
+    def _saved(self, tensors: Iterable[TensorState]) -> Iterable[TensorState]:
+        """Return the trained tensors, which are saved as they pass, if the job asks for this."""
+        if not self.job.save:
+            return tensors
+        from harness.models.saved_weights import SavedWeights
+
+        return SavedWeights(self.job.workload, Path(self.job.save)).passing(tensors)
+
     def _contradiction(self, trained: Trained) -> str:
         """Describe what would falsify the method's throughput, a wrong statement or late yields; empty if nothing."""
         if wrong := wrong_num_models(trained.schedule, trained.others):
             return wrong
-        if (told := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
-            return f"expected resumed_steps 0 without the option resume, got {told}"
+        if (steps := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
+            return f"expected resumed_steps 0 without the option resume, got {steps}"
         # If several models train, faster models may be one step ahead of the slowest model.
         if not self._ahead <= {0, *([1] if trained.others else [])}:
             return (
@@ -242,17 +247,17 @@ class Run:
             losses.append(float(step.loss))
             seconds = self.clock.seconds(len(losses))
             self.measured["step_seconds"].append(seconds)
-            told: dict[str, Any] = {}
+            facts: dict[str, Any] = {}
             if step.shares:
-                told["shares"] = [_number("share", share) for share in step.shares]
+                facts["shares"] = [_number("share", share) for share in step.shares]
             if step.grad_norm is not None:
                 self.measured["grad_norms"].append(float(step.grad_norm))
             if step.loss_scale is not None:
                 self.measured["loss_scales"].append(_number("loss_scale", step.loss_scale))
             if step.is_skipped:
                 self.measured["skipped_steps"].append(len(losses))
-                told["skipped_at_scale"] = _number("loss_scale", step.loss_scale)
-            self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **told})
+                facts["skipped_at_scale"] = _number("loss_scale", step.loss_scale)
+            self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **facts})
             if len(losses) % log_lines.interval_steps(self.job) == 0:
                 peaks = budgets.device_peaks(self.job.device)
                 for line in log_lines.interval_lines(self.job, self.measured, peaks, self.dialect):
@@ -279,10 +284,7 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
         with contextlib.suppress(OSError):  # the disk of the log may be full
             print(evidence["traceback"], flush=True)
-    # Training is over. From now on a signal must not interrupt the making of the record.
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(kind) is interrupt_once:
-            signal.signal(kind, signal.SIG_IGN)
+    _ignore_signals()
     gc.collect()
     if "peaks" not in run.measured:
         run.measured |= memory_of_training(job.device)
@@ -304,16 +306,22 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     return _readable(record)
 
 
+def _ignore_signals() -> None:
+    """From now on, when training is over, no signal interrupts the making of the record."""
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(kind) is interrupt_once:
+            signal.signal(kind, signal.SIG_IGN)
+
+
 def _readable(record: Record) -> Record:
     """Return the record or, if JSON cannot hold its values, the record of a crash without the method's results."""
     try:
         Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        told = " ".join(str(error).split())
         reason = (
             f"expected of {record.job.method} a plan, steps, Trained and describe() that a record can hold,"
+            f" got {' '.join(str(error).split())}"
         )
-        reason += f" got {told}"
         return dataclasses.replace(
             record,
             **failures.Failure("crash", reason, {"class": "exception"}).changes(record.evidence),
@@ -328,6 +336,17 @@ def _readable(record: Record) -> Record:
     return record
 
 
+def _results(other: OtherModel) -> dict[str, Any]:
+    """Return what a record holds of another model, but for its tensors."""
+    return {
+        "workload": other.changes,
+        "losses": other.losses,
+        "grad_norms": other.grad_norms,
+        "loss_scales": other.loss_scales,
+        "skipped_steps": other.skipped_steps,
+    }
+
+
 def memory_of_training(device: str) -> dict[str, Any]:
     """Return the record's fields about training's memory. Call this before the inspection, which also takes memory."""
     torch = sys.modules.get("torch")
@@ -338,13 +357,8 @@ def memory_of_training(device: str) -> dict[str, Any]:
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:
-    names = [
-        "device",
-        "host",
-        "disk",
-        "moved_bytes",
-        *(("step_seconds", "binds") if plan.step_seconds else ()),
-    ]
+    names = ["device", "host", "disk", "moved_bytes"]
+    names += ["step_seconds", "binds"] if plan.step_seconds else []
     names += ["stages"] if plan.stages else []
     return {name: getattr(plan, name) for name in names}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from harness.base.checkout import ROOT
-from harness.base.imported_file import guard, told
+from harness.base.imported_file import errors_of, guard
 from harness.base.registry import FileRegistry
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
@@ -129,7 +129,7 @@ def call(number: int, profile_name: str = "") -> str:
     """Return the command that runs a case; with --cases, if the case's file is not in cases/."""
     words = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
     folder = REGISTRY.files()[number].parent
-    return words if folder == REGISTRY.own else f"{words} --cases {shlex.quote(str(folder))}"
+    return words if folder == REGISTRY.project else f"{words} --cases {shlex.quote(str(folder))}"
 
 
 def load(number: int) -> Case:
@@ -145,7 +145,7 @@ def load(number: int) -> Case:
         raise ValueError(f"{path}: metric: expected one of {', '.join(METRICS)}, got {found.metric!r}")
     if not found.methods:
         raise ValueError(f"{path}: methods: expected names of methods, got none")
-    with told("__init__()", path):
+    with errors_of(path, "__init__()"):
         return found()
 
 

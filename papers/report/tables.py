@@ -136,7 +136,7 @@ def _run_again(record: Record) -> str:
     """Return the call that measures a record's job once more. If the method's file is not in methods/, the call names
     its folder."""
     file = method.REGISTRY.files().get(record.job.method)
-    added = [] if file is None or file.parent == method.REGISTRY.own else ["--methods", str(file.parent)]
+    added = [] if file is None or file.parent == method.REGISTRY.project else ["--methods", str(file.parent)]
     return f"{again(record)} {shlex.join([*added, '--rerun'])}"
 
 

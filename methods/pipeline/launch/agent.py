@@ -54,7 +54,7 @@ class MachineAgent(RankAgent):
     def tell(self, kind: str, **facts: Any) -> None:
         os.write(self.output, (json.dumps({"kind": kind, "round": self.round, **facts}) + "\n").encode())
 
-    def told(self, rank: int, data: bytes) -> None:
+    def heard(self, rank: int, data: bytes) -> None:
         write_all(self.output, data)
 
     def exited(self, rank: int, code: int) -> None:
