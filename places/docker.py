@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import click
 
@@ -33,7 +33,7 @@ from harness.devices.device_lock import turn
 from harness.models import weight_files
 from harness.plan.run_time import deadline_seconds
 from harness.run.launch import GRACE_SECONDS, Events
-from harness.run.place import ORDERED, KeyedJobs, Place, Report, order, place_record, write_end
+from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, Report, place_record
 from places.shared import container_user
 from places.shared.container_user import CODE, Exchange
 
@@ -95,8 +95,8 @@ class Docker(Place):
     }
 
     @classmethod
-    def of(cls, words: dict[str, Any], device: str) -> Docker:
-        return cls(words["image"] or default_image(device))
+    def of(cls, options: dict[str, Any], device: str) -> Docker:
+        return cls(options["image"] or default_image(device))
 
     def __init__(self, image: str) -> None:
         self.client = engine()
@@ -122,21 +122,20 @@ class Docker(Place):
         container. Then KeyboardInterrupt is raised again.
         """
         with turn(job, report):
-            stem = new_stem(results, job)
+            ordered = OrderedJob(job, key, new_stem(results, job))
             self._take_left(results, report)
-            exchange = None if os.getuid() else Exchange(stem)
+            exchange = None if os.getuid() else Exchange(ordered.stem)
             try:
-                settings = self._settings(job, key, stem, folders, exchange)
+                settings = self._settings(ordered, folders, exchange)
                 running = Running(self.client, settings, job, report)
             except Unavailable as error:
                 if exchange:
                     exchange.close(key)
-                missing = failures.ended("unavailable", "engine", str(error))
-                return write_end(job, key, stem, missing)
+                return ordered.write_end(failures.ended("unavailable", "engine", str(error)))
             try:
-                running.follow(order(job, key, stem, folders))
+                running.follow(ordered.order(folders))
             finally:
-                path = self._complete(running, job, key, stem, exchange)
+                path = self._complete(running, ordered, exchange)
         if running.stopped == "interrupt":
             raise KeyboardInterrupt
         return path
@@ -146,11 +145,11 @@ class Docker(Place):
         the records that the containers left."""
         from docker.errors import APIError
 
-        found = self.client.containers.list(
+        containers = self.client.containers.list(
             all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True
         )
-        of_stem = {each.labels.get(STEM): each for each in found}
-        ended = [each for each in found if each.status == "exited"]
+        of_stem = {container.labels.get(STEM): container for container in containers}
+        ended = [container for container in containers if container.status == "exited"]
         for exchange in container_user.left(results):
             container, path = of_stem.get(exchange.stem.name), Path(f"{exchange.stem}.json")
             if container and container.status == "running":
@@ -160,31 +159,40 @@ class Docker(Place):
             if exchange.refused:
                 report({"event": "warning", "text": f"{exchange.stem.name}: {exchange.refused}"})
             elif container and path.exists():
-                place_record(path, self._told(container.attrs["Image"]), {}, None)
+                place_record(path, self._facts(container.attrs["Image"]), {}, None)
             ended += [container] if container and container.status == "created" else []
         for container in ended:
             with contextlib.suppress(APIError):  # another call has already removed the container
                 container.remove()
 
-    def _told(self, image: str) -> dict[str, str]:
+    def _facts(self, image: str) -> dict[str, str]:
         """Return the facts of the place that the records of its jobs keep."""
         return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
 
+    def _shown(
+        self, ordered: OrderedJob, folders: tuple[Path, ...], exchange: Exchange | None
+    ) -> list[Shown]:
+        """Return what the job's container sees. If there is an exchange folder, open it; it takes the place of the
+        results."""
+        results, image = ordered.stem.parent, self.image.short_id.removeprefix("sha256:")
+        shown = folders_shown(ordered.job, results, folders, image)
+        if not exchange:
+            return shown
+        exchange.open()
+        exchanged = Shown(exchange.folder, results, False)
+        shown = [exchanged if folder.inside == results else folder for folder in shown]
+        return [*shown, Shown(exchange.path, exchange.path, False)]
+
     def _settings(
-        self, job: Job, key: str, stem: Path, folders: tuple[Path, ...], exchange: Exchange | None
+        self, ordered: OrderedJob, folders: tuple[Path, ...], exchange: Exchange | None
     ) -> dict[str, Any]:
         from docker.types import DeviceRequest, Mount
 
-        shown = folders_shown(job, stem.parent, folders, self.image.short_id.removeprefix("sha256:"))
-        if exchange:
-            exchange.open()
-            shown = [
-                (exchange.folder if there == stem.parent else here, there, fixed)
-                for here, there, fixed in shown
-            ]
-            shown.append((exchange.path, exchange.path, False))
-        is_closed = any(CLOSED in there.parents for _, there, _ in shown)
+        job, shown = ordered.job, self._shown(ordered, folders, exchange)
         user, group = container_user.ids()
+        tmpfs = {SCRATCH: "exec,mode=1777"}
+        if any(CLOSED in folder.inside.parents for folder in shown):
+            tmpfs[str(CLOSED)] = f"uid={user},gid={group}"
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         limit, gpus = memory_limit(job), machine.gpu_uuids(job) if job.device == "cuda" else []
         return {
@@ -192,20 +200,20 @@ class Docker(Place):
             "command": [PYTHON, "-m", "harness.run.place"],
             "working_dir": str(ROOT),
             "mounts": [
-                Mount(str(there), str(here), "bind", read_only=is_fixed) for here, there, is_fixed in shown
+                Mount(str(folder.inside), str(folder.outside), "bind", read_only=folder.is_fixed)
+                for folder in shown
             ],
             "user": f"{user}:{group}",
             "network_mode": "none",
             "init": True,
             "stdin_open": True,
             "environment": {"PYTHONPATH": str(ROOT), "HOME": SCRATCH},
-            "labels": {LABEL: str(stem.parent), STEM: stem.name, KEY: key},
+            "labels": {LABEL: str(ordered.stem.parent), STEM: ordered.stem.name, KEY: ordered.key},
             "cap_drop": ["ALL"],
             "security_opt": ["no-new-privileges"],
             "pids_limit": MOST_PROCESSES,
             "read_only": True,
-            "tmpfs": {SCRATCH: "exec,mode=1777"}
-            | ({str(CLOSED): f"uid={user},gid={group}"} if is_closed else {}),
+            "tmpfs": tmpfs,
             "mem_limit": limit,
             "memswap_limit": limit,
             "shm_size": limit or machine.host_bytes() // 2,
@@ -213,41 +221,47 @@ class Docker(Place):
             "device_requests": [DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
         }
 
-    def _complete(self, running: Running, job: Job, key: str, stem: Path, exchange: Exchange | None) -> Path:
+    def _complete(self, running: Running, ordered: OrderedJob, exchange: Exchange | None) -> Path:
         """Add the engine's report on the container's end to the job's record; if the job left no record, write one that
         tells the job's end. Return the record's path."""
         state = running.end()
         if exchange:
-            exchange.close(key)
-        told = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
-        path, better = Path(f"{stem}.json"), None
+            exchange.close(ordered.key)
+        reported = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
+        path, better = ordered.record, None
         end = failures.End(
             running.events.phase,
             state.get("ExitCode", 0),
             running.stopped,
             running.seconds,
-            oom_kills=int(bool(told["OOMKilled"])),
+            oom_kills=int(bool(reported["OOMKilled"])),
             owns_group=True,
-            host_limit_bytes=memory_limit(job) or 0,
+            host_limit_bytes=memory_limit(ordered.job) or 0,
             log_tail=running.errors[-4096:],
         )
         if not path.exists():
             refused = exchange.refused if exchange else ""
-            told_end = failures.ended("crash", "record", refused) if refused else None
-            write_end(job, key, stem, told_end or failures.of_process(end), running.events.fields())
-        elif told["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
+            failure = failures.ended("crash", "record", refused) if refused else failures.of_process(end)
+            ordered.write_end(failure, running.events.fields())
+        elif reported["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
             better = failures.of_killed_child(end, Record.read(path).reason, "")
-        evidence: dict[str, Any] = {"docker": told} if Record.read(path).status != "ok" else {}
+        evidence: dict[str, Any] = {"docker": reported} if Record.read(path).status != "ok" else {}
         if exchange and exchange.left:
             evidence["left_in_container"] = exchange.left
-        return place_record(path, self._told(self.image.id), evidence, better)
+        return place_record(path, self._facts(self.image.id), evidence, better)
 
 
-def folders_shown(
-    job: Job, results: Path, folders: tuple[Path, ...], image: str
-) -> list[tuple[Path, Path, bool]]:
-    """Return the folders and files that a container of this job sees, each as (path here, path in the container, True
-    if the container may only read it).
+class Shown(NamedTuple):
+    """A folder or file that a container sees: its path on this machine, its path in the container, and True if the
+    container may only read it."""
+
+    outside: Path
+    inside: Path
+    is_fixed: bool
+
+
+def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[Shown]:
+    """Return the folders and files that a container of this job sees.
 
     The two paths differ only for .venv: as .venv the container sees a folder of this machine with files that were
     compiled in this image for the container's user. Missing folders that the job writes to are made. Raises Unavailable
@@ -268,19 +282,16 @@ def folders_shown(
         raise Unavailable(
             f"--results: expected a folder of results alone, got {results}, which the job reads; try another folder"
         )
-    for path, patterns in {
-        **dict.fromkeys(data, ("**/*",)),
-        **dict.fromkeys(folders, ("*.py",)),
-        ROOT: CODE,
-    }.items():
+    patterns_of = {**dict.fromkeys(data, ("**/*",)), **dict.fromkeys(folders, ("*.py",)), ROOT: CODE}
+    for path, patterns in patterns_of.items():
         container_user.check_readable(path, patterns)
     compiled = ROOT / ".venv" / f"image-{image}-{container_user.ids()[0]}"
     for folder in (*written, compiled):
         container_user.make_writable(folder)
     written.add(results)
     read = {ROOT, *folders, *data} - written
-    same = [(path, path, path in read) for path in (*sorted(read), *sorted(written))]
-    return [*same, (compiled.resolve(), ROOT / ".venv", False)]
+    same = [Shown(path, path, path in read) for path in (*sorted(read), *sorted(written))]
+    return [*same, Shown(compiled.resolve(), ROOT / ".venv", False)]
 
 
 def memory_limit(job: Job) -> int | None:
@@ -309,7 +320,7 @@ class Running:
         except APIError as error:
             if self.container:
                 self.container.remove(force=True)
-            raise Unavailable(told(error)) from error
+            raise Unavailable(engine_error(error)) from error
 
     def follow(self, order: dict[str, Any]) -> None:
         """Send the order to the container and read its events until the container has ended or end() must end it."""
@@ -369,14 +380,14 @@ class Running:
                 self.container.reload()
             return dict(self.container.attrs["State"])
         except APIError as error:  # another process has removed the container
-            return {"ExitCode": 137, "OOMKilled": False, "Error": told(error)}
+            return {"ExitCode": 137, "OOMKilled": False, "Error": engine_error(error)}
         finally:
             self.socket._response.close() if hasattr(self.socket, "_response") else self.socket.close()
             with contextlib.suppress(APIError):
                 self.container.remove(force=True)
 
 
-def told(error: Any) -> str:
+def engine_error(error: Any) -> str:
     """Return the engine's error as one line of text, with a remedy if one is known."""
     text = " ".join(str(error.explanation or error).split())
     if "could not select device driver" in text:

@@ -21,7 +21,7 @@ import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import click
 from pydantic import NonNegativeInt, PositiveInt
@@ -33,7 +33,7 @@ from harness.core.method import Unavailable
 from harness.core.record import new_stem
 from harness.devices import machine
 from harness.plan.run_time import deadline_seconds
-from harness.run.place import KeyedJobs, Place, Report, order
+from harness.run.place import KeyedJobs, OrderedJob, Place, Report
 from places.docker import PYTHON, READ, SCRATCH, WRITTEN, default_image, memory_limit
 from places.shared.cluster import killed, num_nodes, options_of, unavailable
 from places.shared.container_user import CODE, USER
@@ -56,6 +56,29 @@ MOST_CODE_BYTES = 2**20 - 2**16
 JOB = {"apiVersion": "batch/v1", "kind": "Job"}
 ORDER, WORK = "/order", "/work"  # folders in a pod; the code is in WORK/harness
 CODE_FILE, ORDER_FILE = "code.tar.gz", "order.json"
+MOUNTS = {
+    "order": ORDER,
+    "work": WORK,
+    "tmp": "/tmp",
+    "shm": "/dev/shm",
+}  # a pod's volumes, and where they appear
+EMPTY_VOLUMES = [
+    {"name": "work", "emptyDir": {}},
+    {"name": "tmp", "emptyDir": {}},
+    {"name": "shm", "emptyDir": {"medium": "Memory"}},
+]
+POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 @dataclass(frozen=True)
@@ -72,34 +95,40 @@ class PodOptions:
     wait: NonNegativeInt | None = None  # seconds that a job may wait for nodes; None: WAIT_SECONDS
 
 
-def packed(folders: tuple[Path, ...]) -> tuple[bytes, list[str]]:
-    """Return an archive of code, and the paths in a pod, relative to WORK, of the folders of methods.
+class PackedCode(NamedTuple):
+    """An archive of code, and the paths in a pod, relative to WORK, of the folders of methods in the archive."""
 
-    The archive holds this checkout's code and the Python files of the folders. Raises ValueError if the archive is too
-    large for a ConfigMap.
-    """
-    there = [f"methods-{number}" for number in range(len(folders))]
+    archive: bytes
+    folders: list[str]
+
+
+def packed(folders: tuple[Path, ...]) -> PackedCode:
+    """Return this checkout's code and the Python files of the folders of methods. Raises ValueError if the archive is
+    too large for a ConfigMap."""
+    names_in_pod = [f"methods-{number}" for number in range(len(folders))]
     files = {f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)}
-    for folder, name in zip(folders, there, strict=True):
+    for folder, name in zip(folders, names_in_pod, strict=True):
         files |= {f"{name}/{path.relative_to(folder)}": path for path in folder.rglob("*.py")}
-    found = io.BytesIO()
-    with tarfile.open(fileobj=found, mode="w:gz") as archive:
+    packed_bytes = io.BytesIO()
+    with tarfile.open(fileobj=packed_bytes, mode="w:gz") as archive:
         for name, path in sorted(files.items()):
             if path.is_file() and "__pycache__" not in path.parts:
-                archive.add(path, name, recursive=False, filter=_plain)
-    if len(found.getvalue()) > MOST_CODE_BYTES:
-        size = len(found.getvalue())
+                archive.add(path, name, recursive=False, filter=_anonymous)
+    code = PackedCode(packed_bytes.getvalue(), names_in_pod)
+    if len(code.archive) > MOST_CODE_BYTES:
         raise ValueError(
-            f"expected at most {MOST_CODE_BYTES} bytes of packed code, got {size}; try less in --methods"
+            f"expected at most {MOST_CODE_BYTES} bytes of packed code, got {len(code.archive)}; try less in --methods"
         )
-    return found.getvalue(), there
+    return code
 
 
-def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
-    item.uid = item.gid = item.mtime = 0
-    item.uname = item.gname = ""
-    item.mode = 0o644
-    return item
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Return an archive's entry without the file's owner, time and mode, so that equal code is packed into equal
+    bytes."""
+    entry.uid = entry.gid = entry.mtime = 0
+    entry.uname = entry.gname = ""
+    entry.mode = 0o644
+    return entry
 
 
 def import_client() -> None:
@@ -137,16 +166,16 @@ class Kubernetes(Place):
     }
 
     @classmethod
-    def of(cls, words: dict[str, Any], device: str) -> Kubernetes:
-        found = cls(options_of("kubernetes", words["kubernetes"], PodOptions), device)
-        if not words["dry_run"]:
+    def of(cls, options: dict[str, Any], device: str) -> Kubernetes:
+        place = cls(options_of("kubernetes", options["kubernetes"], PodOptions), device)
+        if not options["dry_run"]:
             import_client()
-            found.cluster  # noqa: B018 - connect now, before anything is planned
-        return found
+            place.cluster  # noqa: B018 - connect now, before anything is planned
+        return place
 
     @classmethod
-    def asks_for_gpus(cls, words: dict[str, Any]) -> bool:
-        return bool(options_of("kubernetes", words["kubernetes"], PodOptions).get("gpus"))
+    def asks_for_gpus(cls, options: dict[str, Any]) -> bool:
+        return bool(options_of("kubernetes", options["kubernetes"], PodOptions).get("gpus"))
 
     def __init__(self, options: dict[str, Any], device: str = "cpu") -> None:
         self.options = {"image": default_image(device), "wait": WAIT_SECONDS, "nodes": 1, **options}
@@ -158,13 +187,12 @@ class Kubernetes(Place):
     def context(self) -> dict[str, str]:
         """Return the image and the options that choose nodes. In a job's key these values replace the facts of the
         machine that submits the job."""
-        asked = {name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")}
-        here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
-        return {
-            **here,
-            "image": self.options["image"],
-            **{f"kubernetes_{name}": asked[name] for name in asked},
+        node_options = {
+            name: str(self.options.get(name)) for name in ("nodes", "gpus", "cpus", "node_selector")
         }
+        replaced = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
+        node_facts = {f"kubernetes_{name}": value for name, value in node_options.items()}
+        return {**replaced, "image": self.options["image"], **node_facts}
 
     def draft(self, jobs: KeyedJobs, folders: tuple[Path, ...]) -> str:
         """Return the manifests as YAML, without the packed code. If no cluster answers, the manifests are those of
@@ -178,10 +206,10 @@ class Kubernetes(Place):
             has_jobsets, note = False, f"# For a cluster without JobSet, because none was asked: {why}\n"
         code, texts = packed(folders), []
         for job, key in jobs:
-            draft = order(job, key, Path("log"), ())
-            for document in self.manifest(job, draft, code, "harness-draft", "draft", has_jobsets):
+            draft, labels = OrderedJob(job, key, Path("log")), {LABEL: "harness-draft", CALL: "draft"}
+            for document in self.manifest(draft, code, labels, has_jobsets):
                 if "binaryData" in document:
-                    document["binaryData"] = {CODE_FILE: f"({len(code[0])} bytes)"}
+                    document["binaryData"] = {CODE_FILE: f"({len(code.archive)} bytes)"}
                 # Copy the document without shared objects, which YAML would write as aliases.
                 plain = json.loads(json.dumps(document))
                 texts.append(yaml.safe_dump(plain, sort_keys=False))
@@ -198,7 +226,7 @@ class Kubernetes(Place):
         is_interrupted = False
         try:
             for job, key in jobs:
-                self._submit(job, key, new_stem(results.resolve(), job), code, call, running)
+                self._submit(OrderedJob(job, key, new_stem(results.resolve(), job)), code, call, running)
             if len(running) == 1:
                 # events of several jobs would mix, so they are reported only for a single job
                 running[0].report_to(report)
@@ -206,35 +234,33 @@ class Kubernetes(Place):
         except KeyboardInterrupt:
             is_interrupted = True
         finally:
-            stopped = [each for each in running if not each.is_over]
-            for each in running:
-                self._delete(each, report)
+            stopped = [pod_job for pod_job in running if not pod_job.is_over]
+            for pod_job in running:
+                self._delete(pod_job, report)
             self._wait(stopped, call, report, CANCEL_SECONDS)
-            paths = [each.complete(is_interrupted and each in stopped, image) for each in running]
+            paths = [pod_job.complete(is_interrupted and pod_job in stopped, image) for pod_job in running]
         if is_interrupted:
             raise KeyboardInterrupt
         return paths
 
-    def _submit(
-        self, job: Job, key: str, stem: Path, code: tuple[bytes, list[str]], call: str, running: list[PodJob]
-    ) -> None:
+    def _submit(self, ordered: OrderedJob, code: PackedCode, call: str, running: list[PodJob]) -> None:
         """Create the Kubernetes objects of a job, and add the job to `running`. If Kubernetes refuses an object, remove
         the job and its log, and raise the refusal. A job that names files of this machine gets no objects, and is added
         as ended."""
-        if files := files_named(job):
-            running.append(PodJob(job, key, stem, "", 1))
+        if files := files_named(ordered.job):
+            running.append(PodJob(ordered, "", 1))
             text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"
             text += f"; --disk {SCRATCH} is each pod's own" if WRITTEN["disk"] in files else ""
             running[-1].end = unavailable(text, "file")
             return
         name = f"harness-{secrets.token_hex(5)}"
-        documents = self.manifest(job, order(job, key, stem, ()), code, name, call, self.cluster.has_jobsets)
-        running.append(PodJob(job, key, stem, name, self._num_nodes(job)))
+        documents = self.manifest(ordered, code, {LABEL: name, CALL: call}, self.cluster.has_jobsets)
+        running.append(PodJob(ordered, name, self._num_nodes(ordered.job)))
         try:
             self.cluster.create(documents)
         except (ValueError, Unavailable):
             self.cluster.delete(running.pop().name)
-            Path(f"{stem}.txt").unlink()
+            Path(f"{ordered.stem}.txt").unlink()
             raise
 
     def _delete(self, job: PodJob, report: Report) -> None:
@@ -251,20 +277,14 @@ class Kubernetes(Place):
         return num_nodes(job.world_size, self.options["nodes"], "--kubernetes nodes")
 
     def manifest(
-        self,
-        job: Job,
-        order: dict[str, Any],
-        code: tuple[bytes, list[str]],
-        name: str,
-        call: str,
-        has_jobsets: bool,
+        self, ordered: OrderedJob, code: PackedCode, labels: dict[str, str], has_jobsets: bool
     ) -> list[dict[str, Any]]:
         """Return the documents of a job: the JobSet or Job, the ConfigMap with the order and the code and, for a Job
-        with several pods, the Service by which the pods find one another."""
-        nodes = self._num_nodes(job)
-        labels = {LABEL: name, CALL: call}
+        with several pods, the Service by which the pods find one another. `labels`: those of the objects, of which
+        LABEL is the job's name."""
+        name, nodes = labels[LABEL], self._num_nodes(ordered.job)
         metadata = {"name": name, "labels": labels}
-        pod = self._pod(job, name, nodes, has_jobsets)
+        pod = self._pod(ordered.job, name, nodes, has_jobsets)
         template = {"metadata": {"labels": labels}, "spec": pod}
         spec: dict[str, Any] = {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed"}
         spec |= {"backoffLimit": 0, "template": template}
@@ -277,15 +297,14 @@ class Kubernetes(Place):
             }
         kind = {"apiVersion": "/".join(JOBSET), "kind": "JobSet"} if has_jobsets else JOB
         main = {**kind, "metadata": metadata, "spec": {**spec, "ttlSecondsAfterFinished": KEPT_SECONDS}}
-        archive, folders = code
-        order = {**order, "stem": f"results/{Path(order['stem']).name}", "folders": folders}
+        order = {**ordered.order(()), "stem": f"results/{ordered.stem.name}", "folders": code.folders}
         files = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": metadata,
             "immutable": True,
             "data": {ORDER_FILE: json.dumps(order)},
-            "binaryData": {CODE_FILE: base64.b64encode(archive).decode()},
+            "binaryData": {CODE_FILE: base64.b64encode(code.archive).decode()},
         }
         headless = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True}
         service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
@@ -294,79 +313,35 @@ class Kubernetes(Place):
     def _pod(self, job: Job, name: str, nodes: int, has_jobsets: bool) -> dict[str, Any]:
         """Return the spec of a job's pods. In each pod, the first container unpacks the code, and the second container
         runs torchrun."""
-        first = f"{name}-nodes-0-0.{name}" if has_jobsets else f"{name}-0.{name}"
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
-        mounts = {"order": ORDER, "work": WORK, "tmp": "/tmp", "shm": "/dev/shm"}
-        limit = memory_limit(job)
-        asked = {"memory": str(limit)} if limit else {}
-        gpus = self.options.get("gpus", machine.num_gpus(job) // nodes if job.device == "cuda" else 0)
-        asked_main = asked | ({"cpu": str(self.options["cpus"])} if "cpus" in self.options else {})
-        asked_main |= {"nvidia.com/gpu": str(gpus)} if gpus else {}
-        common = {
-            "image": self.options["image"],
-            "imagePullPolicy": "IfNotPresent",
-            "workingDir": WORK,
-            "volumeMounts": [{"name": each, "mountPath": path} for each, path in mounts.items()],
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "readOnlyRootFilesystem": True,
-                "capabilities": {"drop": ["ALL"]},
-            },
-        }
-        variables = {
-            "PYTHONPATH": f"{WORK}/harness",
-            "PYTHONSAFEPATH": "1",
-            "HOME": "/tmp",
-            "PET_NNODES": str(nodes),
-            "PET_NPROC_PER_NODE": "1",
-            "PET_MASTER_ADDR": first if nodes > 1 else "127.0.0.1",
-            "PET_MASTER_PORT": str(PORTS[0]),
-            PORT: str(PORTS[1]),
-            "PET_RDZV_ID": name,
-        }
-        of_index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
-        environment: list[dict[str, Any]] = [
-            {"name": each, "value": value} for each, value in variables.items()
-        ]
-        environment.append({"name": "PET_NODE_RANK", "valueFrom": of_index})
-        unpack = [PYTHON, "-m", "tarfile", "-e", f"{ORDER}/{CODE_FILE}", WORK]
+        first = f"{name}-nodes-0-0.{name}" if has_jobsets else f"{name}-0.{name}"
         run = [PYTHON, "-m", "torch.distributed.run", "-m", "places.shared.torchrun_node"]
+        limit = memory_limit(job)
+        memory = {"memory": str(limit)} if limit else {}
+        unpacking = {
+            "name": "unpack",
+            "command": [PYTHON, "-m", "tarfile", "-e", f"{ORDER}/{CODE_FILE}", WORK],
+            **self._of_each_container(),
+            "resources": {"requests": memory, "limits": memory},
+        }
+        resources = memory | self._cpus_and_gpus(job, nodes)
+        training = {
+            "name": MAIN,
+            "command": [*run, f"{ORDER}/{ORDER_FILE}"],
+            "env": _variables(name, nodes, first if nodes > 1 else "127.0.0.1"),
+            **self._of_each_container(),
+            "resources": {"requests": resources, "limits": resources},
+        }
         spec: dict[str, Any] = {
             "restartPolicy": "Never",
             "activeDeadlineSeconds": math.ceil(seconds),
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "initContainers": [
-                {
-                    "name": "unpack",
-                    "command": unpack,
-                    **common,
-                    "resources": {"requests": asked, "limits": asked},
-                }
-            ],
-            "containers": [
-                {
-                    "name": MAIN,
-                    "command": [*run, f"{ORDER}/{ORDER_FILE}"],
-                    "env": environment,
-                    **common,
-                    "resources": {"requests": asked_main, "limits": asked_main},
-                }
-            ],
-            "volumes": [
-                {"name": "order", "configMap": {"name": name}},
-                {"name": "work", "emptyDir": {}},
-                {"name": "tmp", "emptyDir": {}},
-                {"name": "shm", "emptyDir": {"medium": "Memory"}},
-            ],
+            "securityContext": POD_SECURITY,
+            "initContainers": [unpacking],
+            "containers": [training],
+            "volumes": [{"name": "order", "configMap": {"name": name}}, *EMPTY_VOLUMES],
         }
         if nodes > 1 and not has_jobsets:  # a JobSet makes its own Service, and sets this name for its pods
             spec["subdomain"] = name
@@ -375,27 +350,63 @@ class Kubernetes(Place):
             spec["nodeSelector"] = {label: value}
         return spec
 
+    def _of_each_container(self) -> dict[str, Any]:
+        return {
+            "image": self.options["image"],
+            "imagePullPolicy": "IfNotPresent",
+            "workingDir": WORK,
+            "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in MOUNTS.items()],
+            "securityContext": CONTAINER_SECURITY,
+        }
+
+    def _cpus_and_gpus(self, job: Job, nodes: int) -> dict[str, str]:
+        """Return what a node's training needs beside memory, as Kubernetes names it."""
+        gpus = self.options.get("gpus", machine.num_gpus(job) // nodes if job.device == "cuda" else 0)
+        resources = {"cpu": str(self.options["cpus"])} if "cpus" in self.options else {}
+        return resources | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+
     def _wait(self, jobs: list[PodJob], call: str, report: Report, seconds: float) -> None:
         """Wait at most `seconds` until the jobs have ended. Report each change in the states of their pods."""
-        told, began = "", time.monotonic()
+        reported, began = "", time.monotonic()
         answered = began
-        while (left := [each for each in jobs if not each.is_over]) and time.monotonic() - began < seconds:
+        while time.monotonic() - began < seconds:
+            left = [pod_job for pod_job in jobs if not pod_job.is_over]
+            if not left:
+                return
             try:
-                found = self.cluster.pods(call)
+                pods = self.cluster.pods(call)
                 answered = time.monotonic()
             except (ValueError, Unavailable) as error:
                 if time.monotonic() - answered > SILENCE_SECONDS:
-                    for each in left:
-                        each.end = killed(each.events.phase, str(error))
+                    for pod_job in left:
+                        pod_job.end = killed(pod_job.events.phase, str(error))
                 time.sleep(POLL_SECONDS)
                 continue
-            for each in left:
-                each.take(
-                    found.get(each.name, []), self.cluster.log, self.options["image"], self.options["wait"]
+            for pod_job in left:
+                pod_job.take(
+                    pods.get(pod_job.name, []), self.cluster.log, self.options["image"], self.options["wait"]
                 )
-            phases = [pod.phase for each in jobs for pod in found.get(each.name, [])]
+            phases = [pod.phase for pod_job in jobs for pod in pods.get(pod_job.name, [])]
             text = ", ".join(f"{phases.count(name)} {name.lower()}" for name in sorted(set(phases)))
-            if text and text != told:
-                told = text
+            if text and text != reported:
+                reported = text
                 report({"event": "wait", "text": f"pods under Kubernetes: {text}"})
             time.sleep(POLL_SECONDS)
+
+
+def _variables(name: str, nodes: int, first_address: str) -> list[dict[str, Any]]:
+    """Return the environment variables by which torchrun finds a job's nodes. `first_address`: the first node's."""
+    variables = {
+        "PYTHONPATH": f"{WORK}/harness",
+        "PYTHONSAFEPATH": "1",
+        "HOME": "/tmp",
+        "PET_NNODES": str(nodes),
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": first_address,
+        "PET_MASTER_PORT": str(PORTS[0]),
+        PORT: str(PORTS[1]),
+        "PET_RDZV_ID": name,
+    }
+    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
+    named = [{"name": variable, "value": value} for variable, value in variables.items()]
+    return [*named, {"name": "PET_NODE_RANK", "valueFrom": index}]

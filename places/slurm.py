@@ -33,10 +33,10 @@ from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
 from harness.devices import machine
 from harness.plan.run_time import deadline_seconds
-from harness.run.place import ORDERED, KeyedJobs, Place, Report, order
+from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, Report
 from harness.run.ranks import of_nodes
 from places.docker import PYTHON, folders_shown, memory_limit
-from places.shared.cluster import complete, killed, late, num_nodes, options_of, out_of_memory
+from places.shared.cluster import ClusterReport, complete, killed, late, num_nodes, options_of, out_of_memory
 from places.shared.slurm_node import node_stem, perform_on_node
 
 POLL_SECONDS = 1.0
@@ -100,12 +100,9 @@ def check_containers(image: str) -> None:
     """Raise Unavailable if Slurm here cannot run a container from this image."""
     if is_bundle(image):
         done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
-        found = [
-            line.partition("=")[2].strip()
-            for line in done.stdout.splitlines()
-            if line.startswith("SLURM_CONF ")
-        ]
-        if not found or not Path(found[0]).with_name("oci.conf").exists():
+        lines = [line for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
+        files = [line.partition("=")[2].strip() for line in lines]
+        if not files or not Path(files[0]).with_name("oci.conf").exists():
             raise Unavailable("this Slurm cannot run OCI bundles without oci.conf: leave container_image out")
     elif "--container-image" not in subprocess.run(["srun", "--help"], capture_output=True, text=True).stdout:
         raise Unavailable(
@@ -129,12 +126,12 @@ class Slurm(Place):
     }
 
     @classmethod
-    def of(cls, words: dict[str, Any], device: str) -> Slurm:
-        return cls(options_of("slurm", words["slurm"], Options))
+    def of(cls, options: dict[str, Any], device: str) -> Slurm:
+        return cls(options_of("slurm", options["slurm"], Options))
 
     @classmethod
-    def asks_for_gpus(cls, words: dict[str, Any]) -> bool:
-        return bool(options_of("slurm", words["slurm"], Options).get("gpus"))
+    def asks_for_gpus(cls, options: dict[str, Any]) -> bool:
+        return bool(options_of("slurm", options["slurm"], Options).get("gpus"))
 
     def __init__(self, options: dict[str, Any]) -> None:
         for command in ("sbatch", "srun", "scontrol"):
@@ -151,8 +148,8 @@ class Slurm(Place):
         facts of the machine that submits the job."""
         nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
         nodes |= {"image": str(self.image)} if self.image else {}
-        here = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
-        return here | {f"slurm_{name}": value for name, value in nodes.items()}
+        replaced = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
+        return replaced | {f"slurm_{name}": value for name, value in nodes.items()}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """Run the jobs; return the paths of their records.
@@ -163,12 +160,12 @@ class Slurm(Place):
         # Use a new folder for each call: the folder of an earlier call could hold the result of another job with the
         # same number.
         logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
-        stems = [new_stem(results.resolve(), job) for job, _ in jobs]
+        ordered = [OrderedJob(job, key, new_stem(results.resolve(), job)) for job, key in jobs]
         ids: list[str] = []
         is_interrupted = False
         try:
-            for (job, key), stem in zip(jobs, stems, strict=True):
-                ids.append(self._submit(job, order(job, key, stem, folders), results.resolve(), logs))
+            for job in ordered:
+                ids.append(self._submit(job.job, job.order(folders), results.resolve(), logs))
             self._wait(ids, report, math.inf)
         except KeyboardInterrupt:
             is_interrupted = True
@@ -176,39 +173,38 @@ class Slurm(Place):
             if ids and (is_interrupted or len(ids) < len(jobs)):
                 subprocess.run(["scancel", *ids], capture_output=True)
                 self._wait(ids, report, CANCEL_SECONDS)
-            for stem in stems[len(ids) :]:
-                Path(f"{stem}.txt").unlink()
+            for job in ordered[len(ids) :]:
+                Path(f"{job.stem}.txt").unlink()
             states = states_of(ids)
-            ended = zip(jobs, stems, ids, strict=False)
-            paths = [
-                self._complete(job, key, stem, number, states[number], logs)
-                for (job, key), stem, number in ended
-            ]
+            submitted = zip(ordered, ids, strict=False)
+            paths = [self._complete(job, number, states[number], logs) for job, number in submitted]
             shutil.rmtree(logs, ignore_errors=True)
         if is_interrupted:
             raise KeyboardInterrupt
         return paths
 
-    def words(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
+    def parameters(self, job: Job, results: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
         """Return submitit's parameters for a job: options of sbatch, and options of srun, which starts the
         container."""
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
-        found: dict[str, Any] = {"time": math.ceil(seconds / 60), "ntasks_per_node": 1, "signal_delay_s": 30}
-        found |= (
-            {"gpus_per_node": machine.num_gpus(job) // self._num_nodes(job)} if job.device == "cuda" else {}
-        )
-        found |= {
-            SBATCH_NAMES.get(name, name): value for name, value in self.options.items() if name != "requeue"
+        parameters: dict[str, Any] = {
+            "time": math.ceil(seconds / 60),
+            "ntasks_per_node": 1,
+            "signal_delay_s": 30,
         }
+        if job.device == "cuda":
+            parameters["gpus_per_node"] = machine.num_gpus(job) // self._num_nodes(job)
+        options = {name: value for name, value in self.options.items() if name != "requeue"}
+        parameters |= {SBATCH_NAMES.get(name, name): value for name, value in options.items()}
         if requeue := self.options.get("requeue"):
-            found["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
-        found |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
-        found |= {"srun_args": self._container(job, results, folders)}
+            parameters["additional_parameters"] = {"requeue" if requeue == "yes" else "no_requeue": True}
+        parameters |= {"job_name": f"{job.method}-{job.workload.num_layers}", "nodes": self._num_nodes(job)}
+        parameters |= {"srun_args": self._container(job, results, folders)}
         # reserve whole nodes, because two jobs that each hold a part of the nodes that both need would wait forever
-        if found["nodes"] > 1:
-            found |= {"exclusive": True, "srun_args": ["--kill-on-bad-exit=1", *found["srun_args"]]}
+        if parameters["nodes"] > 1:
+            parameters |= {"exclusive": True, "srun_args": ["--kill-on-bad-exit=1", *parameters["srun_args"]]}
         limit = memory_limit(job)
-        return found | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
+        return parameters | ({"mem": f"{math.ceil(limit / 2**20)}M"} if limit else {})
 
     def _num_nodes(self, job: Job) -> int:
         return num_nodes(job.world_size, self.options.get("nodes", 1), "--slurm nodes")
@@ -219,7 +215,7 @@ class Slurm(Place):
         if is_bundle(self.image):  # the bundle's own configuration names the folders that its container sees
             return [f"--container={Path(self.image).resolve()}"]
         shown = folders_shown(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
-        mounts = ",".join(f"{here}:{there}{':ro' * is_fixed}" for here, there, is_fixed in shown)
+        mounts = ",".join(f"{folder.outside}:{folder.inside}{':ro' * folder.is_fixed}" for folder in shown)
         return [
             f"--container-image={self.image}",
             f"--container-mounts={mounts}",
@@ -231,7 +227,7 @@ class Slurm(Place):
         from submitit.core.utils import FailedJobError
 
         executor = SlurmExecutor(logs, python=PYTHON if self.image else None)
-        executor.update_parameters(**self.words(job, results, tuple(map(Path, order["folders"]))))
+        executor.update_parameters(**self.parameters(job, results, tuple(map(Path, order["folders"]))))
         try:
             # hide submitit's output: the error's text contains sbatch's output anyway
             with contextlib.redirect_stderr(io.StringIO()):
@@ -247,38 +243,37 @@ class Slurm(Place):
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
         """Wait at most `seconds` until all jobs have ended. Report each change of a job's state."""
-        told, deadline = "", time.monotonic() + seconds
+        reported, deadline = "", time.monotonic() + seconds
         while True:
             names = [state.name for state in states_of(ids).values()]
             text = ", ".join(
                 f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names))
             )
-            if text != told:
-                told = text
+            if text != reported:
+                reported = text
                 report({"event": "wait", "text": f"{counted(len(ids), 'job')} under Slurm: {text}"})
             if time.monotonic() > deadline or all(state.is_final for state in states_of(ids).values()):
                 return
             time.sleep(POLL_SECONDS)
 
-    def _complete(self, job: Job, key: str, stem: Path, number: str, state: SlurmState, logs: Path) -> Path:
-        path = Path(f"{stem}.json")
+    def _complete(self, ordered: OrderedJob, number: str, state: SlurmState, logs: Path) -> Path:
+        job, stem = ordered.job, ordered.stem
         deadline = time.monotonic() + (LATE_SECONDS if state.name == "COMPLETED" else 1.0)
-        while not path.exists() and time.monotonic() < deadline:
+        while not ordered.record.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        told = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
+        reported = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
         stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
-        made = [Path(f"{each}.json") for each in stems if Path(f"{each}.json").exists()]
-        record = of_nodes(list(map(Record.read, made))) if made else None
-        said = "".join(
-            text.read_text(errors="replace")[-2000:] for text in sorted(logs.glob(f"{number}_*.err"))
-        )
+        paths = [path for path in (Path(f"{node}.json") for node in stems) if path.exists()]
+        record = of_nodes(list(map(Record.read, paths))) if paths else None
+        files = sorted(logs.glob(f"{number}_*.err"))
+        output = "".join(file.read_text(errors="replace")[-2000:] for file in files)
         # FAILED says only that srun failed; its standard error says why
-        if state.name == "FAILED" and OOM_KILL in said:
+        if state.name == "FAILED" and OOM_KILL in output:
             state = state._replace(name="OUT_OF_MEMORY")
         end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
         place |= {"image": self.image} if self.image else {}
-        return complete(job, key, stem, record, end, said, place, {"slurm": told})
+        return complete(ordered, record, end, ClusterReport(place, {"slurm": reported}, output))
 
 
 def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
@@ -303,24 +298,22 @@ def states_of(ids: list[str]) -> dict[str, SlurmState]:
     """
     from submitit.slurm.slurm import SlurmInfoWatcher
 
-    forgotten, told = SlurmState(), {}
+    forgotten, jobs_by_number = SlurmState(), {}
     if ids and shutil.which("sacct"):
-        words = ["sacct", "-X", "-P", "-o", "JobID,State,ExitCode,NodeList", "-j", ",".join(ids)]
-        told = SlurmInfoWatcher().read_info(subprocess.run(words, capture_output=True, text=True).stdout)
-    if ids and not told:
+        command = ["sacct", "-X", "-P", "-o", "JobID,State,ExitCode,NodeList", "-j", ",".join(ids)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        jobs_by_number = SlurmInfoWatcher().read_info(done.stdout)
+    if ids and not jobs_by_number:
         done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
-        jobs = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines()]
-        told = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
+        lines = done.stdout.splitlines()
+        jobs = [dict(field.partition("=")[::2] for field in line.split()) for line in lines]
+        jobs_by_number = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
         if done.returncode == 0:
             # scontrol succeeded, so jobs that it does not list have ended and were forgotten
             forgotten = SlurmState("FORGOTTEN")
-    found = {}
+    states = dict.fromkeys(ids, forgotten)
     for number in ids:
-        job = told.get(number)
-        # Keep only the first word: sacct writes "CANCELLED by 1000".
-        found[number] = (
-            SlurmState(job["State"].split()[0], job["ExitCode"], job.get("NodeList", ""))
-            if job
-            else forgotten
-        )
-    return found
+        if job := jobs_by_number.get(number):
+            # Keep only the first word: sacct writes "CANCELLED by 1000".
+            states[number] = SlurmState(job["State"].split()[0], job["ExitCode"], job.get("NodeList", ""))
+    return states

@@ -25,7 +25,7 @@ from harness.core import failures, method
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
-from harness.run.place import ORDERED, KeyedJobs, Place, Report, order, perform, place_record, write_end
+from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, Report, perform, place_record
 from harness.run.ranks import of_nodes
 from places.shared.cluster import killed, num_nodes, unavailable
 from places.shared.torchrun_node import meet
@@ -42,7 +42,7 @@ class Torchrun(Place):
     """The place --on torchrun: the nodes on which torchrun started this call."""
 
     @classmethod
-    def of(cls, words: dict[str, Any], device: str) -> Torchrun:
+    def of(cls, options: dict[str, Any], device: str) -> Torchrun:
         """On the first node, return the place. On any other node, follow the first node's orders until the first node's
         process ends, then exit.
 
@@ -56,7 +56,7 @@ class Torchrun(Place):
         count, node = int(nodes["PET_NNODES"]), int(nodes["PET_NODE_RANK"])
         where = nodes["PET_MASTER_ADDR"], int(nodes["PET_MASTER_PORT"]) + 1
         if node:
-            follow(connected(*where), node, tuple(path.resolve() for path in words["methods_folder"]))
+            follow(connected(*where), node, tuple(path.resolve() for path in options["methods_folder"]))
             sys.exit(0)
         return cls(accepted(*where, count - 1))
 
@@ -67,41 +67,44 @@ class Torchrun(Place):
         return {"torchrun_nodes": str(1 + len(self.peers))}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
-        return [
-            self._launch(job, key, new_stem(results.resolve(), job), folders, report) for job, key in jobs
-        ]
+        results = results.resolve()
+        ordered = (OrderedJob(job, key, new_stem(results, job)) for job, key in jobs)
+        return [self._launch(job, folders, report) for job in ordered]
 
-    def _launch(self, job: Job, key: str, stem: Path, folders: tuple[Path, ...], report: Report) -> Path:
+    def _launch(self, ordered: OrderedJob, folders: tuple[Path, ...], report: Report) -> Path:
         """Run the job; return the path of its record.
 
         At a KeyboardInterrupt the job ends on all nodes, which finish their records. Then KeyboardInterrupt is raised
         again.
         """
+        job = ordered.job
         peers = self.peers[: num_nodes(job.world_size, 1 + len(self.peers), "--nnodes") - 1]
-        asked = order(job, key, stem, folders)
+        order = ordered.order(folders)
         os.environ["PET_NNODES"] = str(1 + len(peers))
-        if refused := self._refused(asked, peers, method.source_hash(job.method, folders)):
-            return write_end(job, key, stem, unavailable(refused, "node"))
-        heard, is_interrupted = perform_beside(asked, peers, report)
-        path = Path(f"{stem}.json")
-        own = Record.read(path)
-        records = [Record.from_dict(told["record"]) for told in heard if told]
+        if refused := self._refused(order, peers, method.source_hash(job.method, folders)):
+            return ordered.write_end(unavailable(refused, "node"))
+        heard, is_interrupted = perform_beside(order, peers, report)
+        path = ordered.record
+        first_record = Record.read(path)
+        records = [Record.from_dict(message["record"]) for message in heard if message]
         gone = [f"{node} ({peer.host})" for node, peer in enumerate(peers, start=1) if not heard[node - 1]]
-        of_nodes([own, *(record for record in records if record.key == key)]).write(path)
-        end = killed(own.phase, f"node {gone[0]} is gone") if gone else None
+        of_nodes([first_record, *(record for record in records if record.key == ordered.key)]).write(path)
+        end = killed(first_record.phase, f"node {gone[0]} is gone") if gone else None
         hosts = ",".join([socket.gethostname(), *(peer.host for peer in peers)])
         place_record(path, {"on": "torchrun", "nodes": hosts}, {}, end)
         if is_interrupted:
             raise KeyboardInterrupt
         return path
 
-    def _refused(self, asked: dict[str, Any], peers: list[Peer], source: str) -> str:
+    def _refused(self, order: dict[str, Any], peers: list[Peer], source: str) -> str:
         """Send the order to the other nodes. If no node refuses the order, let all nodes begin. Return the reasons of
         the nodes that refuse; empty if no node refuses."""
         for peer in peers:
-            peer.tell({"order": asked, "num_nodes": 1 + len(peers), "source": source})
+            peer.tell({"order": order, "num_nodes": 1 + len(peers), "source": source})
         answers = [peer.hear().get("refused", "it is gone") for peer in peers]
-        refused = "; ".join(f"node {node}: {told}" for node, told in enumerate(answers, start=1) if told)
+        refused = "; ".join(
+            f"node {node}: {reason}" for node, reason in enumerate(answers, start=1) if reason
+        )
         for peer in peers:
             peer.tell({"begin": not refused})
         return refused
@@ -134,25 +137,25 @@ def accepted(address: str, port: int, count: int) -> list[Peer]:
     if not count:
         return []
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-    found: dict[int, Peer] = {}
+    peers: dict[int, Peer] = {}
     deadline = time.monotonic() + WAIT_SECONDS
     with socket.create_server((address, port), family=family) as listener:
-        while len(found) < count:
+        while len(peers) < count:
             listener.settimeout(max(0.0, deadline - time.monotonic()))
             try:
                 connection = listener.accept()[0]
             except OSError as error:
                 raise Unavailable(
-                    f"expected {count} other nodes to connect within {WAIT_SECONDS:g} s, got {len(found)}"
+                    f"expected {count} other nodes to connect within {WAIT_SECONDS:g} s, got {len(peers)}"
                 ) from error
             connection.settimeout(HELLO_SECONDS)
             peer = Peer(connection)
-            told = peer.hear()
+            hello = peer.hear()
             connection.settimeout(None)
-            if told.get("node") in range(1, count + 1):
-                peer.host = str(told.get("host"))
-                found[told["node"]] = peer
-    return [found[node] for node in sorted(found)]
+            if hello.get("node") in range(1, count + 1):
+                peer.host = str(hello.get("host"))
+                peers[hello["node"]] = peer
+    return [peers[node] for node in sorted(peers)]
 
 
 def connected(address: str, port: int) -> Peer:
@@ -172,25 +175,20 @@ def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
     checkout and from `folders` of methods. Refuse an order if the first node's code differs."""
     first.tell({"node": node, "host": socket.gethostname()})
     with tempfile.TemporaryDirectory() as results:
-        while "order" in (told := first.hear()):
-            asked = told["order"]
-            is_same = told["source"] == method.source_hash(asked["job"]["method"], folders)
-            first.tell(
-                {
-                    "refused": ""
-                    if is_same
-                    else "its sources differ from the first node's; try the same checkout"
-                }
-            )
+        while "order" in (message := first.hear()):
+            order = message["order"]
+            is_same = message["source"] == method.source_hash(order["job"]["method"], folders)
+            differs = "its sources differ from the first node's; try the same checkout"
+            first.tell({"refused": "" if is_same else differs})
             if not first.hear().get("begin"):
                 continue
-            os.environ["PET_NNODES"] = str(told["num_nodes"])
-            stem = Path(results) / Path(asked["stem"]).name
-            perform_beside({**asked, "stem": str(stem), "folders": [str(each) for each in folders]}, [first])
+            os.environ["PET_NNODES"] = str(message["num_nodes"])
+            stem = Path(results) / Path(order["stem"]).name
+            perform_beside({**order, "stem": str(stem), "folders": list(map(str, folders))}, [first])
 
 
 def perform_beside(
-    asked: dict[str, Any], peers: list[Peer], report: Report = lambda event: None
+    order: dict[str, Any], peers: list[Peer], report: Report = lambda event: None
 ) -> tuple[list[dict[str, Any]], bool]:
     """Run this node's part of an order, and exchange records with the peers, which run the other parts.
 
@@ -212,18 +210,17 @@ def perform_beside(
     try:
         for thread in threads:
             thread.start()
-        perform(asked, report)
+        perform(order, report)
         with lock:
             is_running = False
     except KeyboardInterrupt:
         is_running = False
         is_interrupted = not is_stopped
-    path = Path(f"{asked['stem']}.json")
+    ordered = OrderedJob(Job.from_dict(order["job"]), order["key"], Path(order["stem"]))
     # The run was interrupted before it began, for example because a node was lost while another node compiled.
-    if not path.exists():
-        end = failures.of_stop(failures.End(ORDERED, stopped="interrupt"))
-        write_end(Job.from_dict(asked["job"]), asked["key"], Path(asked["stem"]), end)
-    record = json.loads(path.read_text())
+    if not ordered.record.exists():
+        ordered.write_end(failures.of_stop(failures.End(ORDERED, stopped="interrupt")))
+    record = json.loads(ordered.record.read_text())
     for peer in peers:
         peer.tell({"status": record["status"], "record": record})
     for thread in threads:

@@ -29,7 +29,7 @@ from harness.models import weight_files
 from harness.plan.fit import Planned, largest, resolve
 from harness.plan.run_time import probe_seconds, run_seconds
 from harness.run.launch import Report, launch
-from harness.run.place import Place, marked, write_end
+from harness.run.place import OrderedJob, Place, marked
 from harness.run.prepare import prepare
 
 PROBES = Extent()  # the extent of the gate's probes, unless the caller gives another
@@ -197,7 +197,7 @@ class Store:
         Path(f"{stem}.txt").write_text("".join(f"{line}\n" for line in log_lines.header_lines(job)))
         facts = {**machine.facts(), **machine.kernel_environment()}
         seen = {"phase": "plan", "machine": facts, "software": machine.software()}
-        path = write_end(job, key, stem, Failure("does-not-fit", shortfall), seen)
+        path = OrderedJob(job, key, stem).write_end(Failure("does-not-fit", shortfall), seen)
         self.records[path] = Record.read(path)
         return path
 

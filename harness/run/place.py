@@ -18,6 +18,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -118,41 +119,56 @@ def no_draft() -> str:
     return f"--dry-run: expected --on {drafting()}, whose manifest is printed; try ./run.sh plan for sizes that fit"
 
 
-def order(job: Job, key: str, stem: Path, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the order for a job, as plain data that perform() takes."""
-    # Leave out LD_PRELOAD: it names a library of this machine that the place may lack.
-    environment = {
-        name: os.environ[name] for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"
-    }
-    where = {"stem": str(stem), "folders": list(map(str, folders))}
-    return {"job": job.to_dict(), "key": key, **where, "environment": environment}
+@dataclass(frozen=True)
+class OrderedJob:
+    """A job that is ordered at a place, its key, and the common stem of the file names of its record and log."""
+
+    job: Job
+    key: str
+    stem: Path
+
+    @property
+    def record(self) -> Path:
+        """The path of the job's record."""
+        return Path(f"{self.stem}.json")
+
+    def order(self, folders: tuple[Path, ...]) -> dict[str, Any]:
+        """Return the order, as plain data that perform() takes. `folders`: folders of methods."""
+        # Leave out LD_PRELOAD: it names a library of this machine that the place may lack.
+        names = [name for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"]
+        return {
+            "job": self.job.to_dict(),
+            "key": self.key,
+            "stem": str(self.stem),
+            "folders": list(map(str, folders)),
+            "environment": {name: os.environ[name] for name in names},
+        }
+
+    def write_end(self, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
+        """Write a record for the job, which left none, and the closing line of the job's log. Return the record's path.
+        `seen`: fields of the record that are known."""
+        fields = {"phase": ORDERED, "started": time.time(), "clock": self.job.device, **(seen or {})}
+        record = Record(self.job, self.key, **end.changes({}), **fields)
+        record.write(self.record)
+        with open(f"{self.stem}.txt", "a") as log:
+            last_line = log_lines.end_line(self.job, end.status, record.phase, len(record.losses), end.reason)
+            log.write(last_line + "\n")
+        return self.record
 
 
 def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
     """Perform an order at the place: compile what the job still needs, run the job, write its record."""
-    job, stem, folders = Job.from_dict(order["job"]), Path(order["stem"]), tuple(map(Path, order["folders"]))
+    job, folders = Job.from_dict(order["job"]), tuple(map(Path, order["folders"]))
+    ordered = OrderedJob(job, str(order["key"]), Path(order["stem"]))
+    results = ordered.stem.parent
     os.environ.update(order["environment"])
     if job.device not in machine.devices():
         reason = f"expected a {job.device} device there, got {' and '.join(machine.devices())}"
         reason += f": {machine.cuda_refused()}" if machine.gpu() and job.device == "cuda" else ""
-        write_end(job, order["key"], stem, failures.ended("unavailable", "device", reason))
+        ordered.write_end(failures.ended("unavailable", "device", reason))
         return
-    prepare(job, stem.parent, folders, report)
-    launch(job, lambda: str(order["key"]), stem.parent, folders, report, stem=stem)
-
-
-def write_end(
-    job: Job, key: str, stem: Path, end: failures.Failure, seen: dict[str, Any] | None = None
-) -> Path:
-    """Write a record for a job that left no record, and the closing line of the job's log. Return the record's path.
-    `seen`: fields of the record that are known."""
-    path = Path(f"{stem}.json")
-    fields = {"phase": ORDERED, "started": time.time(), "clock": job.device, **(seen or {})}
-    record = Record(job, key, **end.changes({}), **fields)
-    record.write(path)
-    with open(f"{stem}.txt", "a") as log:
-        log.write(log_lines.end_line(job, end.status, record.phase, len(record.losses), end.reason) + "\n")
-    return path
+    prepare(job, results, folders, report)
+    launch(job, lambda: ordered.key, results, folders, report, stem=ordered.stem)
 
 
 def place_record(

@@ -6,15 +6,15 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.base.checked_data import checked
 from harness.base.foreign_file import read_yaml
 from harness.core.failures import End, Failure, ended, of_process
-from harness.core.job import Job
 from harness.core.record import Record
-from harness.run.place import place_record, write_end
+from harness.run.place import OrderedJob, place_record
 from harness.run.ranks import followed
 
 # For each status in a job's own record: the statuses that replace it if the cluster reports one of them.
@@ -28,21 +28,21 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
 
     Raises ValueError if an option is unknown or has a wrong value.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if equals:
-            found[name] = int(value) if value.isdigit() else value
+            values[name] = int(value) if value.isdigit() else value
             continue
         try:
-            found |= checked(dict[str, Any], read_yaml(Path(text)))
+            values |= checked(dict[str, Any], read_yaml(Path(text)))
         except (OSError, ValueError) as error:
-            told = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise ValueError(
-                f"--{place} {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {told}"
+                f"--{place} {text}: expected NAME=VALUE or a YAML file of NAME: VALUE; {reason}"
             ) from error
     try:
-        options = dataclasses.asdict(checked(kind, found))
+        options = dataclasses.asdict(checked(kind, values))
         for name, value in options.items():
             # forbid all but PLAIN characters, because the text becomes part of a script or manifest
             if isinstance(value, str) and not PLAIN.fullmatch(value):
@@ -50,20 +50,20 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
                     f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}"
                 )
     except ValueError as error:
-        names = ", ".join(item.name for item in dataclasses.fields(kind))
+        names = ", ".join(field.name for field in dataclasses.fields(kind))
         raise ValueError(f"--{place} {error}; try the names {names}") from error
     return {name: value for name, value in options.items() if value is not None}
 
 
-def num_nodes(world_size: int, asked: int, option: str) -> int:
-    """Return a job's number of nodes: `asked`, but at most one for each rank. Raises ValueError if the ranks cannot be
-    divided evenly among the nodes."""
-    found = min(asked, world_size)
-    if world_size % found:
+def num_nodes(world_size: int, most_nodes: int, option: str) -> int:
+    """Return a job's number of nodes: `most_nodes`, but at most one for each rank. Raises ValueError if the ranks
+    cannot be divided evenly among the nodes."""
+    number = min(most_nodes, world_size)
+    if world_size % number:
         raise ValueError(
-            f"{world_size} ranks do not spread evenly over {found} nodes: try other --ranks or {option}"
+            f"{world_size} ranks do not spread evenly over {number} nodes: try other --ranks or {option}"
         )
-    return found
+    return number
 
 
 def better_known(record: Record, end: Failure) -> Failure | None:
@@ -94,33 +94,32 @@ def unavailable(text: str, name: str) -> Failure:
     return ended("unavailable", name, text)
 
 
-def complete(
-    job: Job,
-    key: str,
-    stem: Path,
-    record: Record | None,
-    end: Failure,
-    said: str,
-    place: dict[str, Any],
-    evidence: dict[str, Any],
-    seen: dict[str, Any] | None = None,
-) -> Path:
-    """Write a job's record, and return its path. `record`: the record merged from the nodes' records; None if no node
-    wrote a record, and then a new record states the job's `end`.
+@dataclass(frozen=True)
+class ClusterReport:
+    """What a cluster tells of a job, for the job's record: where the job ran (`place`), facts of its end (`evidence`),
+    the output of its programs, and fields of the record that are known from the job's events (`seen`)."""
 
-    `place` tells where the job ran. `evidence` comes from the cluster, and is added unless the job ended with status
-    ok. `end` is the job's end by the cluster; it replaces the record's end if better_known() says so. `said` is the
-    output of the job's programs, and `seen` holds known fields of the record; both are ignored if a node wrote a
-    record.
+    place: dict[str, Any]
+    evidence: dict[str, Any]
+    output: str = ""
+    seen: dict[str, Any] | None = None
+
+
+def complete(ordered: OrderedJob, record: Record | None, end: Failure, report: ClusterReport) -> Path:
+    """Write a job's record, and return its path. `record`: the record merged from the nodes' records; None if no node
+    wrote a record, and then a new record states the job's `end`, and the log gets the programs' output.
+
+    `end` is the job's end by the cluster; it replaces the record's end if better_known() says so. The evidence is added
+    unless the job ended with status ok.
     """
-    path = Path(f"{stem}.json")
     if record:
-        record.write(path)
+        record.write(ordered.record)
     else:
-        with open(f"{stem}.txt", "a") as log:
-            log.write(said)
-        write_end(job, key, stem, end, seen)
-    told = {} if record and record.status == "ok" else evidence
-    if job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
-        told = {**told, "limit_of": "the cluster"}
-    return place_record(path, place, told, better_known(record, end) if record else None)
+        with open(f"{ordered.stem}.txt", "a") as log:
+            log.write(report.output)
+        ordered.write_end(end, report.seen)
+    evidence = {} if record and record.status == "ok" else report.evidence
+    if ordered.job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
+        evidence = {**evidence, "limit_of": "the cluster"}
+    better = better_known(record, end) if record else None
+    return place_record(ordered.record, report.place, evidence, better)

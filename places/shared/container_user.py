@@ -55,11 +55,14 @@ def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
     these patterns."""
     if os.getuid() or not path.exists():
         return
-    for found in (path, *(found for pattern in patterns for found in path.glob(pattern))):
-        if "__pycache__" not in found.parts and not _may(found, os.R_OK | os.X_OK * found.is_dir()):
-            mode = stat.S_IMODE(found.stat().st_mode)
+    files = [path]
+    for pattern in patterns:
+        files += path.glob(pattern)
+    for file in files:
+        if "__pycache__" not in file.parts and not _may(file, os.R_OK | os.X_OK * file.is_dir()):
+            mode = stat.S_IMODE(file.stat().st_mode)
             raise Unavailable(
-                f"expected files that user {USER} may read, got {found}, owned by {found.owner()}, mode {mode:o}; try"
+                f"expected files that user {USER} may read, got {file}, owned by {file.owner()}, mode {mode:o}; try"
                 f" chmod -R a+rX {path}"
             )
 
@@ -68,7 +71,11 @@ def _may(path: Path, bits: int) -> bool:
     """True if the path's mode gives USER these permission bits. The modes of the folders above do not matter, because
     the container mounts the path itself."""
     status = path.stat()
-    shift = 6 if status.st_uid == USER else 3 if status.st_gid == USER else 0
+    shift = 0
+    if status.st_uid == USER:
+        shift = 6
+    elif status.st_gid == USER:
+        shift = 3
     return status.st_mode >> shift & bits == bits
 
 
@@ -125,9 +132,9 @@ class Exchange:
             self.release()
 
     def _take(self, key: str | None) -> None:
-        record, log = f"{self.stem.name}.json", self.path.name
-        named = self.stem.name.removeprefix("log_").split("_l-")[0]
-        builds = [log_lines.BUILD_LOG.format(each) for each in (named, "sim")]
+        record_name, log = f"{self.stem.name}.json", self.path.name
+        method = self.stem.name.removeprefix("log_").split("_l-")[0]
+        builds = [log_lines.BUILD_LOG.format(library) for library in (method, "sim")]
         for name in builds:
             try:
                 _check_one_name(self.folder / name)
@@ -136,11 +143,11 @@ class Exchange:
                 if not isinstance(error, FileNotFoundError):
                     self.left.append(name)
         try:
-            _check_one_name(self.folder / record)
-            found = Record.from_dict(read_json(self.folder / record))
-            if key not in (None, found.key):
-                raise ValueError(f"expected a record with key {key}, got {found.key}")
-            found.write(Path(f"{self.stem}.json"))
+            _check_one_name(self.folder / record_name)
+            record = Record.from_dict(read_json(self.folder / record_name))
+            if key not in (None, record.key):
+                raise ValueError(f"expected a record with key {key}, got {record.key}")
+            record.write(Path(f"{self.stem}.json"))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -149,11 +156,9 @@ class Exchange:
         with os.scandir(self.folder) as entries:
             # Skip root's files: the engine, as root, made mount points in this folder for the files that the container
             # sees.
-            others = (each for each in entries if each.stat(follow_symlinks=False).st_uid == USER)
-            others = (
-                each for each in others if each.name not in (record, log, *builds) and each.name[0] != "."
-            )
-            self.left += [f"{each.name!a:.80}" for each in islice(others, MOST_NAMES)]
+            names = (entry.name for entry in entries if entry.stat(follow_symlinks=False).st_uid == USER)
+            others = (name for name in names if name not in (record_name, log, *builds) and name[0] != ".")
+            self.left += [f"{name!a:.80}" for name in islice(others, MOST_NAMES)]
 
 
 def left(results: Path) -> Iterator[Exchange]:

@@ -15,7 +15,7 @@ import click
 from harness.base.checkout import ROOT
 from harness.base.whole_file import check_replaceable
 from harness.core.method import Unavailable
-from places.docker import Docker, default_image, engine, told
+from places.docker import Docker, default_image, engine, engine_error
 from places.shared import container_user
 
 # pattern of color codes, with which the engine marks text that a step of the build printed to standard error
@@ -50,14 +50,14 @@ def image(context: click.Context) -> None:
     help="Install from the wheels in this folder, without network; pip wheel -w DIR makes them.",
 )
 @click.option(
-    "--build-arg", "given", multiple=True, metavar="NAME=VALUE", help="Set an ARG of docker/Dockerfile."
+    "--build-arg", "build_args", multiple=True, metavar="NAME=VALUE", help="Set an ARG of docker/Dockerfile."
 )
 def build(
-    device: str, name: str | None, base: str | None, wheelhouse: Path | None, given: tuple[str, ...]
+    device: str, name: str | None, base: str | None, wheelhouse: Path | None, build_args: tuple[str, ...]
 ) -> None:
     """Build the image from docker/Dockerfile with the pinned dependencies. The build takes some minutes."""
     client, name = engine(), name or default_image(device)
-    values = dict(text.partition("=")[::2] for text in given) | {"DEVICE": device}
+    values = dict(text.partition("=")[::2] for text in build_args) | {"DEVICE": device}
     from docker.errors import APIError
 
     with tempfile.TemporaryFile() as context:
@@ -81,7 +81,7 @@ def build(
                 if text := COLOR.sub("", line.get("stream", "")).rstrip():
                     print(text, flush=True)
         except APIError as error:
-            raise Unavailable(f"the image was not built: {told(error)}") from error
+            raise Unavailable(f"the image was not built: {engine_error(error)}") from error
     size = client.images.get(name).attrs["Size"]
     print(f"{name}: {size / 1e9:.2f} GB; the same job in it: ./run.sh -m METHOD --on docker")
 
@@ -94,9 +94,9 @@ def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
     patterns = [line for line in (ROOT / ".dockerignore").read_text().split("\n") if line and line[0] != "#"]
     with tarfile.open(fileobj=context, mode="w") as archive:
         for name in sorted(exclude_paths(ROOT, patterns)):
-            archive.add(ROOT / name, name, recursive=False, filter=_plain)
+            archive.add(ROOT / name, name, recursive=False, filter=_without_owner)
         if wheelhouse:
-            archive.add(wheelhouse, "wheelhouse", filter=_plain)
+            archive.add(wheelhouse, "wheelhouse", filter=_without_owner)
 
 
 @image.command()
@@ -107,12 +107,12 @@ def save(device: str, name: str | None, file: Path) -> None:
     """Write the image to a tar file, for machines that cannot build it."""
     name = name or default_image(device)
     patient()
-    made = Docker(name).image
+    image = Docker(name).image
     check_replaceable(file)
     part = file.with_name(f".{file.name}.part")
     try:
         with open(part, "wb") as out:
-            out.writelines(made.save(named=name))
+            out.writelines(image.save(named=name))
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
@@ -126,13 +126,13 @@ def load(file: IO[bytes]) -> None:
     from docker.errors import APIError, ImageLoadError
 
     try:
-        (made,) = patient().images.load(file)
+        (image,) = patient().images.load(file)
     except (APIError, ImageLoadError, ValueError) as error:
         text = " ".join(str(error).split())
         raise ValueError(
             f"expected a file that ./run.sh image save wrote, got {file.name}: {text}"
         ) from error
-    print(f"loaded {', '.join(made.tags)}")
+    print(f"loaded {', '.join(image.tags)}")
 
 
 @image.command()
@@ -145,11 +145,11 @@ def shell(device: str, name: str | None) -> None:
         raise ValueError("image shell: expected a terminal as standard input, got none")
     container_user.make_writable(ROOT / "results")
     user, group = container_user.ids()
-    words = ["docker", "run", "--rm", "-it", "--network", "none", "--user", f"{user}:{group}"]
-    words += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-    words += ["--gpus", "all"] if device == "cuda" else []
+    command = ["docker", "run", "--rm", "-it", "--network", "none", "--user", f"{user}:{group}"]
+    command += ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    command += ["--gpus", "all"] if device == "cuda" else []
     try:
-        os.execvp("docker", [*words, "-v", f"{ROOT / 'results'}:/harness/results", place.image.id, "bash"])
+        os.execvp("docker", [*command, "-v", f"{ROOT / 'results'}:/harness/results", place.image.id, "bash"])
     except OSError as error:
         raise Unavailable("image shell needs the command docker, not only Docker's engine") from error
 
@@ -162,8 +162,8 @@ def patient() -> Any:
     return client
 
 
-def _plain(item: tarfile.TarInfo) -> tarfile.TarInfo:
+def _without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     """Return an archive's entry without the file's owner, as the command docker build does."""
-    item.uid = item.gid = 0
-    item.uname = item.gname = ""
-    return item
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry

@@ -24,20 +24,20 @@ class Cluster:
     def __init__(self, namespace: str | None) -> None:
         from kubernetes import client, config
 
-        found = client.Configuration()
+        configuration = client.Configuration()
         try:
             # the client reads this variable only once, when it is imported
             file = os.environ.get("KUBECONFIG")
-            config.load_kube_config(file, client_configuration=found)
+            config.load_kube_config(file, client_configuration=configuration)
             context = config.list_kube_config_contexts(file)[1]["context"]
             self.namespace = namespace or context.get("namespace") or "default"
         except config.ConfigException:
             try:
-                config.load_incluster_config(found)
+                config.load_incluster_config(configuration)
             except config.ConfigException as error:
                 raise Unavailable(NO_CLUSTER.format("there is no kubeconfig")) from error
             self.namespace = namespace or "default"
-        api = client.ApiClient(found)
+        api = client.ApiClient(configuration)
         self.core, self.batch, self.custom = (
             client.CoreV1Api(api),
             client.BatchV1Api(api),
@@ -45,7 +45,7 @@ class Cluster:
         )
         self.has_jobsets = self._has_jobsets()
 
-    def ask(self, call: Any, *words: Any, **options: Any) -> Any:
+    def ask(self, call: Any, *arguments: Any, **options: Any) -> Any:
         """Send a request and return the answer, parsed from JSON. Raises Unavailable if no answer comes, ValueError if
         Kubernetes refuses the request."""
         from kubernetes.client import ApiException
@@ -53,7 +53,7 @@ class Cluster:
 
         try:
             return json.loads(
-                call(*words, **options, _preload_content=False, _request_timeout=ANSWER_SECONDS).data
+                call(*arguments, **options, _preload_content=False, _request_timeout=ANSWER_SECONDS).data
             )
         except HTTPError as error:
             raise Unavailable(NO_CLUSTER.format(" ".join(str(error).split()))) from error
@@ -74,11 +74,11 @@ class Cluster:
         first, *others = documents
         if first["kind"] == "JobSet":
             create = self.custom.create_namespaced_custom_object
-            made = self.ask(create, *JOBSET, self.namespace, "jobsets", first)
+            created = self.ask(create, *JOBSET, self.namespace, "jobsets", first)
         else:
-            made = self.ask(self.batch.create_namespaced_job, self.namespace, first)
+            created = self.ask(self.batch.create_namespaced_job, self.namespace, first)
         names = {name: first[name] for name in ("apiVersion", "kind")}
-        owner = {**names, "name": first["metadata"]["name"], "uid": made["metadata"]["uid"]}
+        owner = {**names, "name": first["metadata"]["name"], "uid": created["metadata"]["uid"]}
         calls = {
             "ConfigMap": self.core.create_namespaced_config_map,
             "Service": self.core.create_namespaced_service,
@@ -103,11 +103,13 @@ class Cluster:
 
     def pods(self, call: str) -> dict[str, list[PodState]]:
         """Return the states of all pods that a call has made, by the name of the pods' Job."""
-        asked = self.ask(self.core.list_namespaced_pod, self.namespace, label_selector=f"{CALL}={call}")
-        found: dict[str, list[PodState]] = {}
-        for pod in asked["items"]:
-            found.setdefault(pod["metadata"].get("labels", {}).get(LABEL, ""), []).append(state_of(pod))
-        return found
+        selector = f"{CALL}={call}"
+        answer = self.ask(self.core.list_namespaced_pod, self.namespace, label_selector=selector)
+        states: dict[str, list[PodState]] = {}
+        for pod in answer["items"]:
+            job = pod["metadata"].get("labels", {}).get(LABEL, "")
+            states.setdefault(job, []).append(state_of(pod))
+        return states
 
     def log(self, pod: str) -> Any:
         """Return a response that streams a pod's log until the pod's main container has ended."""

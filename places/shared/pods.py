@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.core import failures, log_lines
-from harness.core.job import Job
 from harness.core.record import Record
 from harness.run.launch import Events
-from harness.run.place import ORDERED, Report
+from harness.run.place import ORDERED, OrderedJob, Report
 from harness.run.ranks import of_nodes
 from places.docker import memory_limit
-from places.shared.cluster import complete, killed, late, out_of_memory, unavailable
+from places.shared.cluster import ClusterReport, complete, killed, late, out_of_memory, unavailable
 
 INDEX = "batch.kubernetes.io/job-completion-index"  # annotation of a pod that holds the number of its node
 MAIN = "job"  # name of the container that trains
-SAID_LENGTH = 4096
+OUTPUT_LENGTH = 4096
 POD_SECONDS = 60.0  # seconds within which a cluster makes a pod, even if no node has room for the pod
 # Kubernetes' reasons why a container will never start, such as a wrong image, or a program that the image lacks.
 NEVER_STARTS = (
@@ -62,27 +61,29 @@ def state_of(pod: dict[str, Any]) -> PodState:
     """Return a pod's state, read from Kubernetes' JSON."""
     metadata, status = pod["metadata"], pod.get("status", {})
     containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
-    states = [(each["name"], each.get("state", {})) for each in containers]
-    ended = [state["terminated"] for _, state in states if state.get("terminated", {}).get("exitCode")]
-    waiting = [
-        state["waiting"] for _, state in states if state.get("waiting", {}).get("reason") in NEVER_STARTS
-    ]
-    conditions = {(each["type"], each["status"]): each for each in status.get("conditions", ())}
-    of_pod = [status] if status.get("reason") else []
-    seen = [
+    states = [(container["name"], container.get("state", {})) for container in containers]
+    ended = [state.get("terminated", {}) for _, state in states]
+    ended = [end for end in ended if end.get("exitCode")]
+    waiting = [state.get("waiting", {}) for _, state in states]
+    waiting = [wait for wait in waiting if wait.get("reason") in NEVER_STARTS]
+    conditions = {
+        (condition["type"], condition["status"]): condition for condition in status.get("conditions", ())
+    }
+    explanations = [
+        *([status] if status.get("reason") else []),
         conditions.get(("DisruptionTarget", "True")),
         *ended,
         *waiting,
         conditions.get(("PodScheduled", "False")),
     ]
-    told = next(each for each in [*of_pod, *seen, {}] if each is not None)
+    first: dict[str, Any] = next((explanation for explanation in explanations if explanation is not None), {})
     return PodState(
         metadata["name"],
         int(metadata.get("annotations", {}).get(INDEX, 0)),
         status.get("phase", "Pending"),
         pod.get("spec", {}).get("nodeName", ""),
-        told.get("reason", ""),
-        told.get("message", ""),
+        first.get("reason", ""),
+        first.get("message", ""),
         ended[0]["exitCode"] if ended else 0,
         any(name == MAIN and state.keys() & {"running", "terminated"} for name, state in states),
     )
@@ -90,7 +91,7 @@ def state_of(pod: dict[str, Any]) -> PodState:
 
 def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures.Failure:
     """Return the end of a job, derived from the state of the pod that ended it."""
-    told = ": ".join(filter(None, (state.reason, " ".join(state.message.split()))))
+    message = ": ".join(filter(None, (state.reason, " ".join(state.message.split()))))
     if state.reason == "OOMKilled":
         return out_of_memory(phase, limit_bytes)
     if state.reason == "DeadlineExceeded":
@@ -98,13 +99,13 @@ def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures
             phase, f"its pod ran longer than it may, at {phase}: lower -l or --steps, or raise --timeout"
         )
     if state.reason in NEVER_STARTS:
-        text = f"no pod starts with the image {image}: {told}; try --kubernetes image=NAME, which the nodes can pull"
+        text = f"no pod starts with the image {image}: {message}; try --kubernetes image=NAME, which the nodes can pull"
         return unavailable(text, "image")
     if state.reason in UNPLACED:
-        text = f"no node takes its pod: {told}; try less --host-memory, gpus or cpus, or a longer --kubernetes wait"
+        text = f"no node takes its pod: {message}; try less --host-memory, gpus or cpus, or a longer --kubernetes wait"
         return unavailable(text, "node")
     if state.exit_code in (0, 128 + signal.SIGKILL) or state.reason not in ("", "Error"):
-        return killed(phase, f"Kubernetes says {told}" if told else "its pod is gone")
+        return killed(phase, f"Kubernetes says {message}" if message else "its pod is gone")
     return failures.of_process(failures.End(phase, state.exit_code))
 
 
@@ -155,21 +156,21 @@ class PodJob:
     the pods have ended; None: no such failure.
     """
 
-    def __init__(self, job: Job, key: str, stem: Path, name: str, num_nodes: int) -> None:
-        self.job, self.key, self.stem, self.name, self.num_nodes = job, key, stem, name, num_nodes
+    def __init__(self, ordered: OrderedJob, name: str, num_nodes: int) -> None:
+        self.ordered, self.name, self.num_nodes = ordered, name, num_nodes
         self.events = Events(ORDERED, lambda event: None)
         self.pods: dict[str, PodState] = {}
         self.gone: set[str] = set()
         self.logs: dict[str, PodLog] = {}
         self.records: dict[int, Record] = {}
-        # by node: the last SAID_LENGTH characters of the pod's output, without events
-        self.said: dict[int, str] = {}
+        # by node: the last OUTPUT_LENGTH characters of the pod's output, without events
+        self.output: dict[int, str] = {}
         self.end: failures.Failure | None = None
         self.is_deleted = False
         self.began = time.monotonic()
-        builds = [log_lines.BUILD_LOG.format(each) for each in (job.method, "sim")]
+        builds = [log_lines.BUILD_LOG.format(library) for library in (ordered.job.method, "sim")]
         # names of the files into which the texts from the first node's log are written
-        self.texts = (f"{stem.name}.txt", *builds)
+        self.texts = (f"{ordered.stem.name}.txt", *builds)
 
     def take(self, pods: list[PodState], open_log: Callable[[str], Any], image: str, wait: float) -> None:
         """Take the states of the job's pods, and the new lines of their logs. Set `end` if the job cannot start.
@@ -221,13 +222,15 @@ class PodJob:
             event = json.loads(line)
             kind = event["event"]
         except (ValueError, TypeError, KeyError):
-            self.said[node] = (self.said.get(node, "") + line.decode(errors="replace") + "\n")[-SAID_LENGTH:]
+            self.output[node] = (self.output.get(node, "") + line.decode(errors="replace") + "\n")[
+                -OUTPUT_LENGTH:
+            ]
             return
         if kind == "record":
             self._take_record(node, event["record"])
         elif node == 0 and kind == "text":
             if event["name"] in self.texts:
-                with open(self.stem.with_name(event["name"]), "a") as log:
+                with open(self.ordered.stem.with_name(event["name"]), "a") as log:
                     log.write(event["text"])
         elif node == 0:
             self.events.feed(line + b"\n")
@@ -235,8 +238,8 @@ class PodJob:
     def _take_record(self, node: int, data: Any) -> None:
         try:
             record = Record.from_dict(data)
-            if record.key != self.key:
-                raise ValueError(f"expected a record with key {self.key}, got {record.key}")
+            if record.key != self.ordered.key:
+                raise ValueError(f"expected a record with key {self.ordered.key}, got {record.key}")
             self.records[node] = record
         except ValueError as error:
             text = f"the record that its pod left was not taken: {error}"
@@ -246,13 +249,12 @@ class PodJob:
         """Write the job's record, from the nodes' records and the states of the pods; return its path."""
         end = self.end or self._end(is_interrupted, image)
         record = of_nodes([self.records[node] for node in sorted(self.records)]) if self.records else None
-        said = "".join(self.said[node] for node in sorted(self.said))
+        output = "".join(self.output[node] for node in sorted(self.output))
         pods = sorted(self.pods.values(), key=lambda pod: pod.number)
         place = {"on": "kubernetes", "image": image, "nodes": ",".join(pod.node for pod in pods)}
         evidence = {"kubernetes": [pod._asdict() for pod in pods]}
-        return complete(
-            self.job, self.key, self.stem, record, end, said, place, evidence, self.events.fields()
-        )
+        report = ClusterReport(place, evidence, output, self.events.fields())
+        return complete(self.ordered, record, end, report)
 
     def _end(self, is_interrupted: bool, image: str) -> failures.Failure:
         """Return the job's end, derived from one of the pods that did not succeed. Prefer a pod without a record; among
@@ -265,4 +267,4 @@ class PodJob:
         )
         if first is None:
             return failures.of_process(failures.End(self.events.phase))
-        return named(first, self.events.phase, memory_limit(self.job) or 0, image)
+        return named(first, self.events.phase, memory_limit(self.ordered.job) or 0, image)

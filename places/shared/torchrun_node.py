@@ -50,16 +50,16 @@ class Teller:
 
 def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
     """Until `is_over` is set, pass text that programs append to the logs in a folder to `tell`, in whole lines."""
-    told: dict[str, int] = {}
+    positions: dict[str, int] = {}
     is_last = False
     while not is_last:
         is_last = is_over.wait(RELAY_SECONDS)
         for path in sorted(folder.glob("*.txt")):
             with open(path, "rb") as log:
-                log.seek(told.get(path.name, 0))
+                log.seek(positions.get(path.name, 0))
                 data = log.read()
             data = data if is_last else data[: data.rfind(b"\n") + 1]
-            told[path.name] = told.get(path.name, 0) + len(data)
+            positions[path.name] = positions.get(path.name, 0) + len(data)
             if data:
                 tell({"event": "text", "name": path.name, "text": data.decode(errors="replace")})
 

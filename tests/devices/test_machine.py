@@ -169,7 +169,7 @@ def test_doctor_finds_nothing_wrong_with_a_driver_that_suffices(driver: Callable
 
 def test_an_old_driver_at_a_place_is_told_in_the_record(driver: Callable[..., None], tmp_path: Path) -> None:
     driver("2.13.0+cu130", 12040)
-    place.perform(place.order(Job("resident", TINY, device="cuda"), "key", tmp_path / "log", ()))
+    place.perform(place.OrderedJob(Job("resident", TINY, device="cuda"), "key", tmp_path / "log").order(()))
     record = Record.read(tmp_path / "log.json")
     assert (record.status, "got cpu and sim: torch is built for CUDA 13" in record.reason) == (
         "unavailable",

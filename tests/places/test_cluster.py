@@ -8,11 +8,12 @@ import pytest
 
 from harness.core.job import Budget, Job
 from harness.core.record import Record
-from places.shared.cluster import complete, killed, out_of_memory
+from harness.run.place import OrderedJob
+from places.shared.cluster import ClusterReport, complete, killed, out_of_memory
 from tests.support.tiny import TINY
 
 ONE = Job("resident", TINY)
-PLACE, EVIDENCE = {"on": "there"}, {"cluster": "told"}
+REPORT = ClusterReport({"on": "there"}, {"cluster": "told"}, "said\n")
 
 
 @pytest.fixture
@@ -21,9 +22,7 @@ def stem(tmp_path: Path) -> Path:
 
 
 def test_without_a_record_the_log_has_what_was_said_and_the_clusters_end(stem: Path) -> None:
-    record = Record.read(
-        complete(ONE, "key", stem, None, killed("step 3", "gone"), "said\n", PLACE, EVIDENCE)
-    )
+    record = Record.read(complete(OrderedJob(ONE, "key", stem), None, killed("step 3", "gone"), REPORT))
     assert (record.status, record.reason, record.machine["on"]) == (
         "killed",
         "killed at step 3: gone",
@@ -35,8 +34,8 @@ def test_without_a_record_the_log_has_what_was_said_and_the_clusters_end(stem: P
 
 
 def test_a_record_that_is_well_keeps_its_end_and_gets_no_evidence(stem: Path) -> None:
-    made = Record(ONE, "key", "ok")
-    record = Record.read(complete(ONE, "key", stem, made, killed("step 3", "gone"), "said", PLACE, EVIDENCE))
+    left = Record(ONE, "key", "ok")
+    record = Record.read(complete(OrderedJob(ONE, "key", stem), left, killed("step 3", "gone"), REPORT))
     assert (record.status, record.evidence, record.machine["on"]) == ("ok", {}, "there")
 
 
@@ -44,8 +43,7 @@ def test_a_record_that_is_well_keeps_its_end_and_gets_no_evidence(stem: Path) ->
 def test_a_memory_limit_is_the_clusters_where_the_job_set_none(stem: Path, limit: int | None) -> None:
     job = Job("resident", TINY, budget=Budget(host_bytes=limit))
     lost = Record(job, "key", "killed", reason="killed")
-    record = Record.read(
-        complete(job, "key", stem, lost, out_of_memory("step 3", 2**30), "", PLACE, EVIDENCE)
-    )
+    end = out_of_memory("step 3", 2**30)
+    record = Record.read(complete(OrderedJob(job, "key", stem), lost, end, REPORT))
     assert record.status == "oom-host" and record.evidence["cluster"] == "told"
     assert record.evidence.get("limit_of") == (None if limit else "the cluster")

@@ -20,6 +20,7 @@ from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Report, Sweep
 from harness.plan.fit import resolve
+from harness.run.place import OrderedJob
 from places import docker as container
 from places.docker import Docker
 from places.shared import container_user
@@ -344,9 +345,8 @@ def test_a_container_gets_the_gpus_whose_locks_its_job_holds(
     place = object.__new__(Docker)
     place.image = SimpleNamespace(id="sha256:1", short_id="sha256:1")
     for device, asked in (("cuda", gpus), ("cpu", None)):
-        settings = place._settings(
-            Job("some", TINY, options, device=device), "key", tmp_path / "log", (), None
-        )
+        job = OrderedJob(Job("some", TINY, options, device=device), "key", tmp_path / "log")
+        settings = place._settings(job, (), None)
         (request,) = settings["device_requests"] or [{"DeviceIDs": None, "Count": 0}]
         assert (request["DeviceIDs"], request["Count"]) == (asked, 0)
 

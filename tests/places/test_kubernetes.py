@@ -21,9 +21,9 @@ from harness.core.job import Budget, Job
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
-from harness.run.place import order
+from harness.run.place import OrderedJob
 from places.docker import memory_limit
-from places.kubernetes import Kubernetes, files_named, packed
+from places.kubernetes import CALL, LABEL, Kubernetes, PackedCode, files_named, packed
 from places.shared.pods import PodLog, named, state_of
 from places.shared.torchrun_node import meet
 from tests.run.test_ranks import SHARDED
@@ -142,9 +142,9 @@ def pod(status: dict[str, Any]) -> dict[str, Any]:
 
 def manifests(job: Job, has_jobsets: bool = False, **options: Any) -> dict[str, Any]:
     """The documents of a job, by their kinds."""
-    draft = order(job, "key", Path("log"), ())
-    made = place(**options).manifest(job, draft, (b"code", []), "harness-1", "1", has_jobsets)
-    return {document["kind"]: document for document in made}
+    draft, labels = OrderedJob(job, "key", Path("log")), {LABEL: "harness-1", CALL: "1"}
+    documents = place(**options).manifest(draft, PackedCode(b"code", []), labels, has_jobsets)
+    return {document["kind"]: document for document in documents}
 
 
 @pytest.mark.parametrize("how", ENDS)

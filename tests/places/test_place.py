@@ -8,7 +8,7 @@ import pytest
 
 from harness.core.job import Job
 from harness.core.method import Unavailable
-from harness.run.place import order
+from harness.run.place import OrderedJob
 from methods.engines import release
 from places.torchrun import Torchrun
 from tests.support import cli, tiny
@@ -21,7 +21,7 @@ def test_variables_of_threads_and_kernels_are_there_as_they_are_here(
 ) -> None:
     monkeypatch.setenv(name, "1")
     assert (
-        order(Job("resident", TINY), "key", Path("stem"), ())["environment"].get(name) == "1"
+        OrderedJob(Job("resident", TINY), "key", Path("stem")).order(())["environment"].get(name) == "1"
     ) is is_forwarded
 
 

@@ -20,7 +20,7 @@ from harness.core.method import Unavailable
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
-from harness.run.place import order
+from harness.run.place import OrderedJob
 from methods.pipeline.launch.folder import read_lines
 from places.docker import PYTHON
 from places.shared.cluster import options_of
@@ -57,12 +57,12 @@ def place(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 def test_a_job_on_cuda_asks_for_a_gpu_of_each_rank_unless_told(place: Slurm, tmp_path: Path) -> None:
     job = Job("resident", TINY, {"world_size": 2}, device="cuda")
-    assert place.words(job, tmp_path, ())["gpus_per_node"] == 2
+    assert place.parameters(job, tmp_path, ())["gpus_per_node"] == 2
     place.options |= {"nodes": 2}
-    assert place.words(job, tmp_path, ())["gpus_per_node"] == 1
+    assert place.parameters(job, tmp_path, ())["gpus_per_node"] == 1
     place.options |= {"gpus": 4}
-    assert place.words(job, tmp_path, ())["gpus_per_node"] == 4
-    assert "gpus_per_node" not in Slurm({}).words(dataclasses.replace(job, device="cpu"), tmp_path, ())
+    assert place.parameters(job, tmp_path, ())["gpus_per_node"] == 4
+    assert "gpus_per_node" not in Slurm({}).parameters(dataclasses.replace(job, device="cpu"), tmp_path, ())
 
 
 def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result(
@@ -224,7 +224,9 @@ def test_a_container_is_srun_s_to_start(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     place = Slurm({"container_image": "registry#harness:1", "requeue": "yes"})
-    place._submit(SHARDED, order(SHARDED, "key", tmp_path / "stem", ()), tmp_path, tmp_path / "logs")
+    place._submit(
+        SHARDED, OrderedJob(SHARDED, "key", tmp_path / "stem").order(()), tmp_path, tmp_path / "logs"
+    )
     lines = (tmp_path / "script").read_text().splitlines()
     assert "#SBATCH --requeue" in lines
     (line,) = [line for line in lines if line.startswith("srun ")]

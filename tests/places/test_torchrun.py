@@ -18,7 +18,7 @@ import yaml
 from harness.base.checkout import ROOT
 from harness.core.job import Job
 from harness.core.record import Record, read_all
-from harness.run.place import order
+from harness.run.place import OrderedJob
 from places import torchrun
 from places.torchrun import Peer, Torchrun, accepted, connected, follow
 from tests.support import cli, tiny
@@ -64,7 +64,7 @@ def test_a_node_with_other_sources_refuses_the_order() -> None:
     node = threading.Thread(target=follow, args=(other, 1, ()))
     node.start()
     assert first.hear()["node"] == 1
-    asked = order(SPREAD, "key", Path("log"), ())
+    asked = OrderedJob(SPREAD, "key", Path("log")).order(())
     first.tell({"order": asked, "num_nodes": 2, "source": "other"})
     assert "its sources differ" in first.hear()["refused"]
     first.tell({"begin": False})
