@@ -40,9 +40,7 @@ DISK = "Folder for states that are kept on the disk, the disk's size, such as 1T
     type=options.MachineName(),
     help="GPU or machine of machines.yaml; default: this machine.",
 )
-@click.option(
-    "-m", "asked_methods", default="all", metavar="METHOD", help="One method, several (a,b), or all."
-)
+@click.option("-m", "methods", default="all", metavar="METHOD", help="One method, several (a,b), or all.")
 @workload_options
 @size_options
 @click.option(
@@ -62,11 +60,7 @@ DISK = "Folder for states that are kept on the disk, the disk's size, such as 1T
 @click.pass_context
 def advise(
     context: click.Context,
-    name: str | None,
-    asked_methods: str,
-    tokens: float | None,
     results: Path,
-    facts: tuple[str, ...],
     methods_folder: tuple[Path, ...],
     as_json: bool,
     **arguments: Any,
@@ -77,42 +71,21 @@ def advise(
     Options that are given keep their values; `advise` chooses the others. If a machine's host memory is not known, it
     is taken to be 64 GiB. All numbers are computed, except those that were measured on this machine.
     """
-    folders = tuple(path.resolve() for path in methods_folder)
-    folder, disk_bytes = _disk(arguments["disk"], arguments["disk_bytes"])
-    budget = Budget(arguments["device_bytes"], arguments["host_bytes"], disk_bytes)
-    given_facts = dict(map(parse_option, facts))
-    if given_facts and not name:
-        raise ValueError(
-            "--fact: expected --gpu NAME, the GPU that has these facts, got none; try --gpu NAME"
-        )
-    place = named_place(name, budget, given_facts) if name else this_place(budget)
-    stated = {
-        parameter.name
-        for parameter in context.command.params
-        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-    }
-    dtype = arguments["dtype"] if "dtype" in stated else place.dtype
-    sizes = workloads({**arguments, "dtype": dtype})
-    if len(sizes) > 1 or len(arguments["window_size"] or []) > 1:
-        raise ValueError("expected one model and size, got several; try ./run.sh plan, which takes lists")
-    window = arguments["window_size"]
-    method_options = {"window_size": window[0]} if window else {}
-    method_options |= {"disk": folder} if folder else {}
-    records = tuple(records_of(results)) if results.is_dir() else ()
-    names = list(method.loadable(folders)) if asked_methods == "all" else asked_methods.split(",")
-    advice = Advice(place, sizes[0], tokens, records, folders, SEARCHED - stated, method_options)
-    decision = advice.decision(names)
+    folders, methods = tuple(path.resolve() for path in methods_folder), arguments["methods"]
+    question = _question(context, arguments, results, folders)
+    decision = question.decision(list(method.loadable(folders)) if methods == "all" else methods.split(","))
     if all("error" in row for row in decision.rows):
         raise ValueError("; ".join(f"{row['method']}: {row['error']}" for row in decision.rows))
+    place, tokens = question.place, question.tokens
     room = place.room_for(decision.workload)
-    remedies = [] if decision.is_unknown else list(advice.remedies(decision))
+    remedies = [] if decision.is_unknown else list(question.remedies(decision))
     decided = {
         "decision": sentence(place, room, decision, context.meta.get(options.MODEL), tokens or 1e9),
         "next": next_calls(place, decision),
         "cost": cost(place, decision, folders),
         "why": reasons(place, decision, folders),
         "changes": [remedy._asdict() | {"text": remedy_text(remedy)} for remedy in remedies],
-        "memories": memories_text(place.name, budget, room, place.device),
+        "memories": memories_text(place.name, place.budget, room, place.device),
         "caution": "" if place.name else machine.caution(place.device, decision.workload),
     }
     if as_json:
@@ -123,9 +96,36 @@ def advise(
     show(decided)
     show_rows(decision, tokens)
     if place.name is None:
-        print(
-            f"this was about this machine; --gpu NAME asks about {', '.join(map(_named, named_machines.names()))}"
+        others = ", ".join(map(_named, named_machines.names()))
+        print(f"this was about this machine; --gpu NAME asks about {others}")
+
+
+def _question(
+    context: click.Context, arguments: dict[str, Any], results: Path, folders: tuple[Path, ...]
+) -> Advice:
+    """Return the question that the call asks. Options that the call does not give may be chosen."""
+    name, facts = arguments["name"], dict(map(parse_option, arguments["facts"]))
+    folder, disk_bytes = _disk(arguments["disk"], arguments["disk_bytes"])
+    budget = Budget(arguments["device_bytes"], arguments["host_bytes"], disk_bytes)
+    if facts and not name:
+        raise ValueError(
+            "--fact: expected --gpu NAME, the GPU that has these facts, got none; try --gpu NAME"
         )
+    place = named_place(name, budget, facts) if name else this_place(budget)
+    stated = {
+        parameter.name
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    }
+    dtype = arguments["dtype"] if "dtype" in stated else place.dtype
+    sizes, windows = workloads({**arguments, "dtype": dtype}), arguments["window_size"] or []
+    if len(sizes) > 1 or len(windows) > 1:
+        raise ValueError("expected one model and size, got several; try ./run.sh plan, which takes lists")
+    method_options = {"window_size": windows[0]} if windows else {}
+    method_options |= {"disk": folder} if folder else {}
+    records = tuple(records_of(results)) if results.is_dir() else ()
+    searched = SEARCHED - stated
+    return Advice(place, sizes[0], arguments["tokens"], records, folders, searched, method_options)
 
 
 def _disk(text: str | None, disk_bytes: int | None) -> tuple[str | None, int | None]:

@@ -48,7 +48,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     trained = method.create(job.method, job.options, folders)
     devices = job.world_size if job.device == "cuda" else 1  # on a CPU, all ranks share the one device
     part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
-    depth = largest(trained, job, room)
+    depth = largest(job, room, folders)
     row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
     row |= {name: getattr(plan, name) for memory in MEMORIES for name in (memory, f"{memory}_bytes")}
     row |= {"least_step_seconds": least_seconds(part, plan, room.rates), "time_binds": plan.binds}
@@ -116,16 +116,33 @@ def show(rows: list[dict[str, Any]], exact: bool) -> None:
     columns = ["method", *numbers[: len(sizes)], "memory", *numbers[len(sizes) :]]
     print_table(columns, needs, "What training needs, by arithmetic", numbers=numbers)
     print_table(["method", *ends], [_end(row, shown) for row in planned], "What comes of it", numbers=ends)
+    _show_options(planned, sizes)
+    _show_notes(planned)
+    for row in rows:
+        if "error" in row:
+            print(f"left out: {_title(row, sizes)}: {row['error']}")
+        elif row["shortfall"]:
+            print(f"does not fit: {row['shortfall']}")
+    for text in dict.fromkeys(row["exact"].get("unavailable") for row in rows if "exact" in row):
+        if text:
+            print(text)
+
+
+def _show_options(planned: list[dict[str, Any]], sizes: list[str]) -> None:
+    """Print the options that each plan chose, and the bytes of its pipeline stages. `sizes`: the sizes that differ."""
     for row in planned:
-        options = ", ".join(
-            f"{name}={value}" for name, value in row["options"].items() if value not in (None, False)
-        )
+        chosen = [f"{name}={value}" for name, value in row["options"].items() if value not in (None, False)]
+        text = ", ".join(chosen)
         if row["time_binds"]:
-            options += f"; {row['least_step_seconds']:.3g} s a step, bound by {row['time_binds']}"
-        if options:
-            print(f"{_title(row, sizes)}: {options}")
+            text += f"; {row['least_step_seconds']:.3g} s a step, bound by {row['time_binds']}"
+        if text:
+            print(f"{_title(row, sizes)}: {text}")
         for name, size in row["stages"].items():
             print(f"{_title(row, sizes)}, {name}: {gib(size)}")
+
+
+def _show_notes(planned: list[dict[str, Any]]) -> None:
+    """Print what the columns mean, and cautions about the rates."""
     if any(row["options"].get("world_size", 1) > 1 for row in planned):
         print(
             "world_size: bytes are one rank's, which has a device of its own and its part of the host's budget."
@@ -140,14 +157,6 @@ def show(rows: list[dict[str, Any]], exact: bool) -> None:
         )
     for caution in dict.fromkeys(row["caution"] for row in planned if row["caution"]):
         print(caution)
-    for row in rows:
-        if "error" in row:
-            print(f"left out: {_title(row, sizes)}: {row['error']}")
-        elif row["shortfall"]:
-            print(f"does not fit: {row['shortfall']}")
-    for text in dict.fromkeys(row["exact"].get("unavailable") for row in rows if "exact" in row):
-        if text:
-            print(text)
 
 
 def _title(row: dict[str, Any], sizes: list[str]) -> str:

@@ -37,7 +37,7 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
     with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
-    depth = min(largest(method.create(job.method, job.options, folders), job, room_of(job)) for job in jobs)
+    depth = min(largest(job, room_of(job), folders) for job in jobs)
     with contextlib.suppress(ValueError):  # no layer fits, or fewer layers fit than the given window has
         load = longest.workload.at_depth(depth)
         if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
@@ -51,31 +51,38 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
 def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
     """Yield pairs of a command to run in place of the job, which does not fit, and the command's effect and duration as
     text."""
-    with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
-        scaled, factor = to_fit(job, folders)
-        if factor > 1 and (duration := minutes(scaled, folders)):
-            load = scaled.workload
-            layers = counted(load.num_layers, "layer")
-            sizes = f"{layers} x {load.hidden_size}, {load.seq_len} tokens, {load.vocab_size} words"
-            memories = f"{gib(scaled.budget.device_bytes or 0)} of device, {gib(scaled.budget.host_bytes or 0)} of host"
-            yield (
-                f"{command(job, is_short=True)} --scale fit",
-                f"scaled by {factor}: {sizes}, {memories}; {duration}",
-            )
-    yield from _on_disk(job, folders)
-    trained = method.create(job.method, job.options, folders)
-    depth = largest(trained, job, room_of(job))
+    yield from _scaled(job, folders)
+    depth = largest(job, room_of(job), folders)
+    yield from _on_disk(job, depth, folders)
     if depth:
         smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
         if duration := minutes(smaller, folders):
             yield command(smaller, is_short=True), f"the largest depth that fits as it is; {duration}"
-    # True if the call gave no budget, so that this machine's memory is the limit
-    is_of_here = job.budget.device_bytes is None and job.budget.host_bytes is None
-    for name in (
-        sorted(named_machines.names(), key=lambda name: name != named_machines.PUBLISHED)
-        if is_of_here
-        else ()
-    ):
+    if job.budget.device_bytes is None and job.budget.host_bytes is None:
+        # the call gave no budget, so this machine's memory is the limit
+        yield from _elsewhere(job, folders)
+
+
+def _scaled(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
+    """Yield a call that scales the job down, if scaling makes it fit."""
+    with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
+        scaled, factor = to_fit(job, folders)
+        if factor == 1 or not (duration := minutes(scaled, folders)):
+            return
+        load, budget = scaled.workload, scaled.budget
+        layers = counted(load.num_layers, "layer")
+        sizes = f"{layers} x {load.hidden_size}, {load.seq_len} tokens, {load.vocab_size} words"
+        memories = f"{gib(budget.device_bytes or 0)} of device, {gib(budget.host_bytes or 0)} of host"
+        yield (
+            f"{command(job, is_short=True)} --scale fit",
+            f"scaled by {factor}: {sizes}, {memories}; {duration}",
+        )
+
+
+def _elsewhere(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
+    """Yield a call that plans the job on the first machine of machines.yaml that holds it; the machine of the published
+    runs comes first."""
+    for name in sorted(named_machines.names(), key=lambda name: name != named_machines.PUBLISHED):
         room = named_machines.load(name).room
         if room.device_bytes and room.host_bytes and _fits(job, room, folders):
             bare = dataclasses.replace(job, budget=Budget(), device=machine.devices()[0])
@@ -84,25 +91,23 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
                 f"./run.sh plan {arguments} {named_machines.options_text(name)}",
                 "the plan on a machine that holds it, in a second",
             )
-            break
+            return
 
 
-def _on_disk(job: Job, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
+def _on_disk(job: Job, largest_depth: int, folders: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
     """Yield a call that keeps layers on the disk, if the disk lets more layers fit. The call has the job's number of
-    layers or, if they do not fit, the largest number that fits."""
+    layers or, if they do not fit, the largest number that fits. `largest_depth`: the largest number without a disk."""
     if "disk" not in method.option_names(method.load(job.method, folders)) or job.options.get("disk"):
         return
     folder = tempfile.gettempdir()
     disk_bytes = job.budget.disk_bytes or shutil.disk_usage(folder).free
     on_disk = dataclasses.replace(job, options={**job.options, "disk": folder})
     room = dataclasses.replace(room_of(on_disk), disk_bytes=disk_bytes)
-    depth = min(
-        largest(method.create(job.method, on_disk.options, folders), on_disk, room), job.workload.num_layers
-    )
-    deeper = dataclasses.replace(on_disk, workload=job.workload.at_depth(depth)) if depth else on_disk
-    without = largest(method.create(job.method, job.options, folders), job, room_of(job))
-    if depth > without and (duration := minutes(deeper, folders)):
-        yield command(deeper, is_short=True), f"with layers on the disk; {duration}"
+    depth = min(largest(on_disk, room, folders), job.workload.num_layers)
+    if depth > largest_depth:
+        deeper = dataclasses.replace(on_disk, workload=job.workload.at_depth(depth))
+        if duration := minutes(deeper, folders):
+            yield command(deeper, is_short=True), f"with layers on the disk; {duration}"
 
 
 def _fits(job: Job, room: Room, folders: tuple[Path, ...]) -> bool:

@@ -97,8 +97,7 @@ class Store:
 
     def most_layers(self, reference: Job) -> int:
         """Return the largest number of layers at which a job of the reference fits; 0 if it never fits."""
-        trained = method.create(reference.method, {}, self.folders)
-        return largest(trained, reference, room_of(reference))
+        return largest(reference, room_of(reference), self.folders)
 
     def record_of(self, job: Job, role: str, may_exceed_plan: bool = False) -> Record:
         """Return the record of a job that a verdict needs; run the job if it has none. `may_exceed_plan`: run it even

@@ -151,8 +151,8 @@ class Advice:
         except (ValueError, method.Unavailable) as error:
             return {"method": name, "error": str(error)}
         load, plan, cls = fastest.workload, fastest.plan.pooled(fastest.room), method.load(name, self.folders)
-        trained, unrated = method.create(name, options, self.folders), replace(fastest.room, rates=None)
-        job = Job(name, load, device=self.place.device)
+        unrated = replace(fastest.room, rates=None)
+        job = Job(name, load, options, device=self.place.device)
         sizes = ("num_params", "num_layers", "batch_size", "micro_batches", "seq_len", "dtype")
         return {
             "method": name,
@@ -165,7 +165,7 @@ class Advice:
             **{memory: getattr(plan, memory) for memory in MEMORIES},
             "options": fastest.plan.options,
             "asked": options,
-            "largest_layers": largest(trained, job, unrated),
+            "largest_layers": largest(job, unrated, self.folders),
             **self._speeds(fastest),
             "measured_step_seconds": measured_for(self.records, name, load, self.place.name, bool(plan.disk)),
         }

@@ -60,13 +60,12 @@ def _remedies(job: Job, plan: Plan, room: Room, folders: tuple[Path, ...]) -> st
     """Return a text on the other options that do not fit either, and on the largest number of layers that fits. If no
     number fits with --placement, the text gives the largest number without --placement."""
     options = _chosen_by_user(job, room, folders)
-    trained = method.create(job.method, options, folders)
-    tried = trained.plan(job.workload, room).tried
+    tried = method.create(job.method, options, folders).plan(job.workload, room).tried
     text = f"; tried, too: {tried}" if tried else ""
-    depth, placement = largest(trained, job, room), options.pop("placement", None)
-    without = ""
+    depth, without = largest(dataclasses.replace(job, options=options), room, folders), ""
+    placement = options.pop("placement", None)
     if not depth and placement:
-        depth = largest(method.create(job.method, options, folders), job, room)
+        depth = largest(dataclasses.replace(job, options=options), room, folders)
         without = f" without --placement {placement}"
     if depth:
         text += f"; the largest that should fit{without} has -l {depth}"
@@ -110,8 +109,9 @@ def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tupl
     return None
 
 
-def largest(trained: method.Method, job: Job, room: Room) -> int:
+def largest(job: Job, room: Room, folders: tuple[Path, ...] = ()) -> int:
     """Return the largest number of layers for which the method's plan fits the room; 0 if no number does."""
+    trained = method.create(job.method, job.options, folders)
 
     def fits(num_layers: int, unplanned: bool) -> bool:
         planned = next_planned(
