@@ -21,8 +21,8 @@ def check_method(file: Path) -> None:
     if file.suffix != ".py" or file.name.startswith("_"):
         raise ValueError(f"expected a method's file, such as my_method.py, got {file}")
     failures: set[str] = set()
-    for name, is_passed, told in outcomes(file):
-        said = " ".join(told.split())
+    for name, is_passed, message in outcomes(file):
+        said = " ".join(message.split())
         if not is_passed:
             # leave out the name of the log, which differs between runs that fail alike
             failure = said.partition("; its log has the traceback")[0]

@@ -38,15 +38,15 @@ def plans(used: CaseProfile, names: Sequence[str]) -> list[Planned]:
 
 def left_out(names: Sequence[str], device: str) -> dict[str, str]:
     """Return, by name, why the demo leaves a method out. Methods that it includes are not in the result."""
-    found = {}
+    reasons = {}
     for name in names:
         trained = method.create(name, {})
         to_build = trained.to_build() if trained.build_seconds > MOST_BUILD_SECONDS else None
         if why := trained.missing(device) or to_build:
-            found[name] = (
+            reasons[name] = (
                 f"it compiles {to_build}: ./run.sh setup does, and demo adds it then" if to_build else why
             )
-    return found
+    return reasons
 
 
 def set_up(results: Path, as_json: bool, names: Sequence[str] | None = None) -> None:

@@ -51,7 +51,8 @@ def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
         print(f"{name:20}{text}")
     if calibrate:
         measure(workload, chosen, results)
-    for text in [*map(told, machine.calibrations())] or ["none of this machine: ./run.sh doctor --calibrate"]:
+    calibrations = [calibration_text(entry) for entry in machine.calibrations()]
+    for text in calibrations or ["none of this machine: ./run.sh doctor --calibrate"]:
         print(f"{'calibration':20}{text}")
     if all(method.create(name, {}).missing(chosen) for name in method.names()):
         sys.exit(UNAVAILABLE)
@@ -62,36 +63,36 @@ def hardware(results: Path) -> list[tuple[str, str]]:
     gpu = f"{facts['gpu']}, {gib(facts['gpu_bytes'])}, driver {facts['driver']}" if "gpu" in facts else "none"
     if "gpu" in facts and (reason := machine.cuda_refused()):
         gpu += f"; {reason}"
-    there = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
+    folder = next(path for path in (results.resolve(), *results.resolve().parents) if path.exists())
     return [
         ("cpu", f"{facts['cpu']}, {counted(facts['cores'], 'core')}, {gib(facts['host_bytes'])} of memory"),
         ("gpu", gpu),
-        ("disk", f"{gib(shutil.disk_usage(there).free)} free at {there}"),
+        ("disk", f"{gib(shutil.disk_usage(folder).free)} free at {folder}"),
     ]
 
 
 def software() -> list[tuple[str, str]]:
     versions = machine.software()
-    found = native_build.find()
+    compiler = native_build.find()
     engines = ", ".join(f"{name} {versions[name] or 'missing'}" for name in machine.PACKAGES)
-    ready = "compiled" if sim.is_built() else "not compiled yet: ./run.sh setup" if found else "needs g++"
+    ready = "compiled" if sim.is_built() else "not compiled yet: ./run.sh setup" if compiler else "needs g++"
     return [
         ("python, engines", f"{versions['python']}, {engines}"),
-        ("compiler", found or "none: apt-get install g++"),
+        ("compiler", compiler or "none: apt-get install g++"),
         ("device sim", ready),
     ]
 
 
 def methods(device: str) -> list[tuple[str, str]]:
     """Return pairs of a method's name and its state: ready, or what it still needs."""
-    found = []
+    states = []
     for name in method.names():
         trained = method.create(name, {})
         missing = trained.missing(device)
         to_build = None if missing else trained.to_build()
         ready = f"ready, but for {to_build}: ./run.sh setup" if to_build else f"ready on {device}"
-        found.append((name, missing or ready))
-    return found
+        states.append((name, missing or ready))
+    return states
 
 
 def measure(workload: Workload, device: str, results: Path) -> None:
@@ -103,21 +104,21 @@ def measure(workload: Workload, device: str, results: Path) -> None:
     print("calibrating", flush=True)
     arguments = {"workload": dataclasses.asdict(workload), "device": device, "folder": str(results)}
     with turn(Job("calibration", workload, device=device), lambda event: print(event["text"], flush=True)):
-        found = ask("methods.streaming.placement.calibrate", arguments)
+        measured = ask("methods.streaming.placement.calibrate", arguments)
     entry = {"device": device, "dtype": workload.dtype, "forward_flops": workload.layer_flops}
     day = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     load = machine.surroundings(device).get("load_average")
-    asked = {name: getattr(workload, name) for name in ("hidden_size", "batch_size", "seq_len")}
-    machine.keep_calibration({**entry, **asked, "date": day, "load_average": load, **found})
+    sizes = {name: getattr(workload, name) for name in ("hidden_size", "batch_size", "seq_len")}
+    machine.keep_calibration({**entry, **sizes, "date": day, "load_average": load, **measured})
 
 
-def told(entry: dict[str, Any]) -> str:
+def calibration_text(entry: dict[str, Any]) -> str:
     """Return a calibration as text of several lines."""
-    rates, found = entry["rates"], entry["measured"]
+    rates, measured = entry["rates"], entry["measured"]
     of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
-    copies = {name: f"{rate / GB:.1f}" for name, rate in found["copies"].items()}
-    disk = {name: f"{rate / GB:.2f}" for name, rate in found["disk"].items()}
-    layer, computed, updates = found["compute"]["layer"], entry["computed"], found["updates"]
+    copies = {name: f"{rate / GB:.1f}" for name, rate in measured["copies"].items()}
+    disk = {name: f"{rate / GB:.2f}" for name, rate in measured["disk"].items()}
+    layer, computed, updates = measured["compute"]["layer"], entry["computed"], measured["updates"]
     by_threads = ", ".join(f"{rate / GB:.2f} by {threads}" for threads, rate in updates["alone"].items())
     under = updates["under_copies"]
     indent = "\n" + " " * 20

@@ -17,13 +17,13 @@ import click
 
 from cli import options
 from cli.options import of_field
+from cli.place_choice import PlaceChoice
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.option import options_of
 from harness.devices import machine, named_machines
 from harness.jobs.scale import to_fit
 from harness.models import weight_files
-from harness.run import place
 from papers.figures import case
 
 # The workload's fields with an option, in the order of the help; sizes come first.
@@ -114,18 +114,6 @@ job_options = options.together(
     options.probe,
     options.as_json,
 )
-place_options = options.together(
-    click.option(
-        "--on",
-        type=click.Choice(["local", *place.REGISTRY.files()]),
-        default="local",
-        help="Place where jobs run.",
-    ),
-    *(each for found in place.loadable().values() for each in found.cli_options.values()),
-    click.option(
-        "--dry-run", is_flag=True, help=f"Only print the objects that --on {place.drafting()} would create."
-    ),
-)
 
 
 class WithMethods(click.Command):
@@ -143,8 +131,8 @@ class WithMethods(click.Command):
         folders = context.params.get("methods_folder") or ()
         rows = {name: f"unavailable: {why}" for name, why in method.broken(folders).items()}
         for name, cls in method.loadable(folders).items():
-            own = ", ".join(method.option_names(cls))
-            rows[name] = f"{cls.paper or cls.label}" + (f" (options: {own})" if own else "")
+            options_text = ", ".join(method.option_names(cls))
+            rows[name] = f"{cls.paper or cls.label}" + (f" (options: {options_text})" if options_text else "")
         with formatter.section("Methods"):
             formatter.write_dl(sorted(rows.items()))
         super().format_epilog(context, formatter)
@@ -223,18 +211,17 @@ def _names(text: str | None, artifact: str | None, folders: tuple[Path, ...]) ->
 
 
 def _device(options: dict[str, Any], budget: Budget) -> str:
-    devices = machine.devices()
+    devices, place = machine.devices(), PlaceChoice.of(options)
     device = devices[0] if options["device"] == "auto" else options["device"]
-    is_elsewhere = options.get("on", "local") != "local"
-    if options["device"] == "auto" and is_elsewhere and place.load(options["on"]).asks_for_gpus(options):
+    if options["device"] == "auto" and place.asks_for_gpus():
         device = "cuda"
     elif options["device"] == "auto" and device == "cpu" and budget.device_bytes:
         device = "sim"
-    if is_elsewhere and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
+    if not place.is_local and device == "cuda" and not machine.gpu() and budget.device_bytes is None:
         raise ValueError(
             "expected the memory of the other machine's GPU, got none: try --device-memory 80GiB"
         )
-    if device not in devices and not is_elsewhere:
+    if device not in devices and place.is_local:
         why = machine.cuda_refused() if device == "cuda" and machine.gpu() else ""
         expected = f"expected {' or '.join(devices)} on this machine"
         raise ValueError(f"--device: {expected}, got {device}{f': {why}' if why else ''}")
@@ -256,35 +243,18 @@ def parse_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--option: expected NAME=VALUE, got {text!r}")
-    words = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return name, words[value.lower()]
+    constants = {"true": True, "false": False, "none": None}
+    if value.lower() in constants:
+        return name, constants[value.lower()]
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return name, number(value)
     return name, value
 
 
-def place_of(words: dict[str, Any], device: str) -> place.Place | None:
-    """Return the place that --on names; None if it is this process's machine. Raises Unavailable if the place cannot be
-    reached, ValueError for an option of another place."""
-    for name, cls in place.loadable().items():
-        for option in cls.cli_options:
-            if words[option] and words["on"] != name:
-                raise ValueError(f"--{option} needs --on {name}: add --on {name}, or leave --{option} out")
-    return None if words["on"] == "local" else place.load(words["on"]).of(words, device)
-
-
-def place_words(words: dict[str, Any]) -> list[str]:
-    """Return the words of a command line that name the call's place and the settings of the place; empty if the place
-    is this process's machine."""
-    if words["on"] == "local":
-        return []
-    found = ["--on", words["on"]]
-    for name in place.load(words["on"]).cli_options:
-        given = words[name] if isinstance(words[name], tuple) else filter(None, [words[name]])
-        found += [word for value in given for word in (f"--{name}", str(value))]
-    return found
+def method_folders(options: dict[str, Any]) -> tuple[Path, ...]:
+    """Return the folders of methods that a call adds by --methods."""
+    return tuple(path.resolve() for path in options["methods_folder"])
 
 
 def check_files(workload: Workload) -> None:

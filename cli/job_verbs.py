@@ -13,21 +13,16 @@ import click
 from click.core import ParameterSource
 
 from cli import exit_codes, options
-from cli.job_options import (
-    WithMethods,
-    check_files,
-    job_options,
-    make_jobs,
-    place_of,
-    place_options,
-    place_words,
-)
+from cli.call import Call, Output
+from cli.job_options import WithMethods, check_files, job_options, make_jobs, method_folders
 from cli.options import FILE, FOLDER, Duration, check_writable
+from cli.place_choice import place_options
 from harness.base.console import print_table
 from harness.base.whole_file import check_new, check_replaceable
 from harness.core.job import Budget, Job, Room
 from harness.devices import named_machines
 from harness.devices.room import check_budget, host_bytes_at, less_imports, room_within
+from harness.gate.probe import Extent
 from harness.jobs import size_axis, verdict_table
 from harness.jobs.next_calls import next_calls_of
 from harness.jobs.progress import print_results, reporter
@@ -64,9 +59,9 @@ Examples:
     help="Write the trained weights and their config.json into a new folder, for transformers.",
 )
 @place_options
-def run(**words: Any) -> None:
+def run(extent: Extent | None, **values: Any) -> None:
     """Train by one method, several or all. A job that has a record is not run again, unless --rerun is given."""
-    _train(words)
+    _train(Call.of(values, extent))
 
 
 @click.command(cls=WithMethods, epilog=EXAMPLES)
@@ -75,9 +70,9 @@ def run(**words: Any) -> None:
     "--out", type=FILE, metavar="FILE", help="Write a table in Markdown: a verdict for each method and model."
 )
 @place_options
-def sweep(**words: Any) -> None:
+def sweep(extent: Extent | None, **values: Any) -> None:
     """Train every combination of the values given. A job that does not fit is a result, not an error."""
-    _train(words, is_sweep=True)
+    _train(Call.of(values, extent), is_sweep=True)
 
 
 @click.command(cls=WithMethods)
@@ -87,17 +82,17 @@ def sweep(**words: Any) -> None:
     is_flag=True,
     help="Also show the exact peak of device memory, by rehearsing the training on tensors without memory.",
 )
-def plan(exact: bool, **words: Any) -> None:
+def plan(exact: bool, extent: Extent | None, as_json: bool, **values: Any) -> None:
     """Show what each method needs, and the largest depth that should fit. It neither trains nor allocates."""
     from cli.advice import plan_table
     from papers import laws as published_laws
 
-    folders, name = _folders(words), words["machine_name"]
-    jobs = make_jobs(words, folders)
-    asked = Budget(words["device_bytes"], words["host_bytes"])
-    is_elsewhere = bool(name) and not words["scale"]
+    folders, machine_name = method_folders(values), values["machine_name"]
+    jobs = make_jobs(values, folders)
+    limits = Budget(values["device_bytes"], values["host_bytes"])
+    is_elsewhere = bool(machine_name) and not values["scale"]
     if is_elsewhere:
-        host = host_bytes_at(named_machines.load(name), asked)
+        host = host_bytes_at(named_machines.load(machine_name), limits)
         jobs = [
             dataclasses.replace(job, budget=dataclasses.replace(job.budget, host_bytes=host)) for job in jobs
         ]
@@ -106,21 +101,22 @@ def plan(exact: bool, **words: Any) -> None:
         dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
         for job in jobs
     ]
-    found = [plan_table.row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
-    is_published = name == named_machines.PUBLISHED and published_laws.is_published(jobs[0].workload)
-    published = plan_table.published_rows(_published_room(name, asked)) if is_published else []
-    if words["as_json"]:
-        for row in (*found, *({"published": row} for row in published)):
+    rows = [plan_table.row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
+    published = []
+    if machine_name == named_machines.PUBLISHED and published_laws.is_published(jobs[0].workload):
+        published = plan_table.published_rows(_published_room(machine_name, limits))
+    if as_json:
+        for row in (*rows, *({"published": row} for row in published)):
             print(json.dumps(row))
         return
-    if all("error" in row for row in found):
-        raise ValueError("; ".join(dict.fromkeys(row["error"] for row in found)))
-    if not words["scale"]:
+    if all("error" in row for row in rows):
+        raise ValueError("; ".join(dict.fromkeys(row["error"] for row in rows)))
+    if not values["scale"]:
         room = room_within(jobs[0].budget, jobs[0].device)
         several = max(job.options.get("num_devices", 1) for job in jobs)
         fills = room if is_elsewhere else less_imports(room, jobs[0].budget, jobs[0].device, several)
-        print(memories_text(name, asked, fills, jobs[0].device))
-    plan_table.show(found, exact)
+        print(memories_text(machine_name, limits, fills, jobs[0].device))
+    plan_table.show(rows, exact)
     if published:
         plan_table.show_published(published)
 
@@ -129,12 +125,12 @@ def _num_devices(job: Job) -> int:
     return max(job.world_size, int(job.options.get("num_devices", 1)))
 
 
-def _published_room(name: str, asked: Budget) -> Room:
+def _published_room(name: str, limits: Budget) -> Room:
     """Return the published machine's memories in full, without a reserve: the published laws already count the bytes
     that its allocators reserved."""
-    there = named_machines.load(name)
-    host = asked.host_bytes or there.room.host_bytes
-    return Room(asked.device_bytes or there.device_bytes, host, rates=there.room.rates)
+    machine = named_machines.load(name)
+    host = limits.host_bytes or machine.room.host_bytes
+    return Room(limits.device_bytes or machine.device_bytes, host, rates=machine.room.rates)
 
 
 @click.group(invoke_without_command=True)
@@ -160,7 +156,9 @@ def search(context: click.Context) -> None:
 )
 @job_options
 @click.pass_context
-def largest(context: click.Context, of: str, **words: Any) -> None:
+def largest(
+    context: click.Context, of: str, repeats: int, extent: Extent | None, as_json: bool, **values: Any
+) -> None:
     """Find the largest size that each method trains in these budgets, and what fails above it. If the option of the
     searched size (-l, -b or --seq) is given, it is the search's upper limit.
 
@@ -169,30 +167,30 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
     """
     from harness.jobs.largest_size import FEWEST_STEPS, Probes, find, texts
 
-    if words["steps"] < FEWEST_STEPS:
-        raise ValueError(f"--steps: expected at least {FEWEST_STEPS} in a search, got {words['steps']}")
-    probe, folders = options.probe_of(words), _folders(words)
-    if len(words["model"]) > 1:
+    if values["steps"] < FEWEST_STEPS:
+        raise ValueError(f"--steps: expected at least {FEWEST_STEPS} in a search, got {values['steps']}")
+    if len(values["model"]) > 1:
         raise ValueError("expected one model, got several; try a search for each")
     grows = size_axis.OPTIONS[of]
-    is_given = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
-    given = max(words[grows]) if is_given else None
-    parts = size_axis.parts_of(words["micro_batches"], words["world_size"] or 1)
-    least = {"num_layers": 1, "batch_size": parts, "seq_len": max(words["seq_len"])}[grows]
-    jobs = make_jobs({**words, grows: [least]}, folders)
+    is_limited = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
+    limit = max(values[grows]) if is_limited else None
+    parts = size_axis.parts_of(values["micro_batches"], values["world_size"] or 1)
+    least = {"num_layers": 1, "batch_size": parts, "seq_len": max(values["seq_len"])}[grows]
+    folders, folder = method_folders(values), values["results"]
+    jobs = make_jobs({**values, grows: [least]}, folders)
     check_budget(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
     check_files(jobs[0].workload)
-    with reporter(words["as_json"]) as report:
-        runs = Sweep(words["results"], folders, report, words["rerun"], probe=probe)
+    with reporter(as_json) as report:
+        runs = Sweep(folder, folders, report, values["rerun"], probe=extent)
         probes = [Probes(runs, job, of) for job in jobs]
-        check_writable(words["results"])
-        found = [find(each, words["repeats"], each.most(given)) for each in probes]
-    records = [result.pop("record") for result in found]
-    if words["as_json"]:
-        for result in found:
-            print(json.dumps({"event": "answer", **result}))
+        check_writable(folder)
+        answers = [find(probe, repeats, probe.most(limit)) for probe in probes]
+    records = [answer.pop("record") for answer in answers]
+    if as_json:
+        for answer in answers:
+            print(json.dumps({"event": "answer", **answer}))
     else:
-        rows = [texts(result) for result in found]
+        rows = [texts(answer) for answer in answers]
         print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
     sys.exit(exit_codes.of_records([record for record in records if record], is_sweep=True))
 
@@ -228,7 +226,7 @@ def largest(context: click.Context, of: str, **words: Any) -> None:
 )
 @options.probe
 @options.as_json
-def case(**words: Any) -> None:
+def case(extent: Extent | None, **values: Any) -> None:
     """Make one figure of the papers, or all: run what is missing, write the table, draw the figure.
 
     Four figures are not from the papers, and `all` leaves them out: 8, throughput over the number of ranks; 9,
@@ -237,12 +235,11 @@ def case(**words: Any) -> None:
     """
     from papers.claims.collect import CaseCall, collect
 
-    if words["only"] is None:
-        check_writable(words["results"])
-    if words["out"]:
-        check_writable(words["out"], "--out")
-    probe = options.probe_of(words)
-    sys.exit(exit_codes.of_records(collect(CaseCall(**words, probe=probe)), is_sweep=True))
+    if values["only"] is None:
+        check_writable(values["results"])
+    if values["out"]:
+        check_writable(values["out"], "--out")
+    sys.exit(exit_codes.of_records(collect(CaseCall(**values, probe=extent)), is_sweep=True))
 
 
 @click.command()
@@ -271,69 +268,43 @@ def demo(results: Path, quick: bool, as_json: bool) -> None:
 VERBS = (run, sweep, plan, search, case, setup, demo)
 
 
-def _train(words: dict[str, Any], is_sweep: bool = False) -> None:
-    probe, folders = options.probe_of(words), _folders(words)
-    asked = make_jobs(words, folders)
-    resolved = [_resolved(job, folders) for job in asked]
-    plans = [planned for planned in resolved if isinstance(planned, Planned)]
-    left_out = [reason for reason in resolved if isinstance(reason, str)]
+def _train(call: Call, is_sweep: bool = False) -> None:
+    """Run the jobs of a call, print how they ended, and exit with their code."""
+    outcomes = [_planned(job, call.folders) for job in call.jobs]
+    plans = [outcome for outcome in outcomes if isinstance(outcome, Planned)]
+    left_out = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if not plans:
         raise ValueError(left_out[0])
     jobs = [planned.job for planned in plans]
-    if words["on"] == "local":
+    if call.place.is_local:
         check_budget(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
-    if words.get("trace"):
-        if len(asked) > 1 or words["on"] != "local":
-            raise ValueError("--trace needs a single run on this machine: one method, one size, no --on")
-        check_replaceable(words["trace"], timeline.HEAD.encode())
-        check_writable(words["trace"].parent, "--trace")
-        plans = [
-            plans[0]._replace(job=dataclasses.replace(plans[0].job, trace=str(words["trace"].resolve())))
-        ]
-    if words.get("save"):
-        if (
-            len(asked) > 1
-            or words["on"] != "local"
-            or len(jobs[0].workloads()) > 1
-            or jobs[0].workload.config is None
-        ):
-            raise ValueError(
-                "--save needs a single run on this machine, of one model with a config.json: one method, one size, no"
-                " --on"
-            )
-        check_new(words["save"])
-        check_writable(words["save"].resolve().parent, "--save")
-        plans = [plans[0]._replace(job=dataclasses.replace(plans[0].job, save=str(words["save"].resolve())))]
-    if words.get("out"):
-        if verdict_table.columns(asked) is None:
-            raise ValueError("--out: expected models of different layers or width as columns, got two alike")
-        check_replaceable(words["out"], f"# {verdict_table.TITLE}".encode())
-        check_writable(words["out"].resolve().parent, "--out")
-    place = place_of(words, jobs[0].device)
+    plans = _with_files(plans, call)
+    place = call.place.place(jobs[0].device, call.folders)
     if place:
         for job in jobs:
-            place.check(job, folders)
-    for load in dict.fromkeys(job.workload for job in jobs):
-        check_files(load)
-    check_writable(words["results"])
-    for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
-    if words["dry_run"]:
-        return _draft(place, jobs, words["results"], folders)
-    with reporter(words["as_json"]) as report:
-        records = Sweep(words["results"], folders, report, words["rerun"], place, probe).run(plans)
-    if len(records) > 1 and not words["as_json"]:
+            place.check(job, call.folders)
+    for workload in dict.fromkeys(job.workload for job in jobs):
+        check_files(workload)
+    check_writable(call.results)
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    if call.place.is_dry_run:
+        return _draft(place, jobs, call)
+    with reporter(call.output.as_json) as report:
+        records = Sweep(call.results, call.folders, report, call.rerun, place, call.extent).run(plans)
+    if len(records) > 1 and not call.output.as_json:
         print_results(records)
-    if len(words["model"]) > 1 or words.get("out"):
+    if call.output.shows_verdicts:
         ended = iter(records)
-        _show_verdicts(asked, [each if isinstance(each, str) else next(ended) for each in resolved], words)
+        ends = [outcome if isinstance(outcome, str) else next(ended) for outcome in outcomes]
+        _show_verdicts(call.jobs, ends, call.output)
     refused = [record for record in records if (record.status, record.phase) == ("does-not-fit", "plan")]
-    if not is_sweep and len(refused) == len(asked):
-        _advise(asked, folders, words)
+    if not is_sweep and len(refused) == len(call.jobs):
+        _advise(call)
     sys.exit(exit_codes.of_records(records, is_sweep))
 
 
-def _resolved(job: Job, folders: tuple[Path, ...]) -> Planned | str:
+def _planned(job: Job, folders: tuple[Path, ...]) -> Planned | str:
     """Return the planned job; if its method cannot train it, return the reason as text."""
     try:
         return resolve(job, folders)
@@ -341,47 +312,69 @@ def _resolved(job: Job, folders: tuple[Path, ...]) -> Planned | str:
         return f"{job.method}, {job.workload.layers_text}: {error}"
 
 
-def _show_verdicts(asked: list[Job], outcomes: list[verdict_table.Outcome], words: dict[str, Any]) -> None:
+def _with_files(plans: list[Planned], call: Call) -> list[Planned]:
+    """Check the files of --trace, --save and --out, and return the plans of jobs that write the first two."""
+    output, first = call.output, plans[0].job
+    is_single = len(call.jobs) == 1 and call.place.is_local
+    if output.trace:
+        if not is_single:
+            raise ValueError("--trace needs a single run on this machine: one method, one size, no --on")
+        check_replaceable(output.trace, timeline.HEAD.encode())
+        check_writable(output.trace.parent, "--trace")
+        first = dataclasses.replace(first, trace=str(output.trace.resolve()))
+    if output.save:
+        if not is_single or len(first.workloads()) > 1 or first.workload.config is None:
+            raise ValueError(
+                "--save needs a single run on this machine, of one model with a config.json: one method, one size, no"
+                " --on"
+            )
+        check_new(output.save)
+        check_writable(output.save.resolve().parent, "--save")
+        first = dataclasses.replace(first, save=str(output.save.resolve()))
+    if output.table:
+        if verdict_table.columns(call.jobs) is None:
+            raise ValueError("--out: expected models of different layers or width as columns, got two alike")
+        check_replaceable(output.table, f"# {verdict_table.TITLE}".encode())
+        check_writable(output.table.resolve().parent, "--out")
+    return [plans[0]._replace(job=first), *plans[1:]]
+
+
+def _show_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], output: Output) -> None:
     """Print the verdicts as a table, methods by models, and write it to the file of --out. Do nothing if two models
     have the same layers and width."""
-    if (models := verdict_table.columns(asked)) is None:
+    if (models := verdict_table.columns(jobs)) is None:
         return
-    heads, rows = ["method", *models.values()], verdict_table.rows(asked, outcomes)
-    if not words["as_json"]:
+    heads, rows = ["method", *models.values()], verdict_table.rows(jobs, outcomes)
+    if not output.as_json:
         print_table(heads, rows, has_lines=True)
-    if words.get("out"):
-        call = shlex.join(["./run.sh", *sys.argv[1:]])
+    if output.table:
+        command = shlex.join(["./run.sh", *sys.argv[1:]])
         refused: dict[str, str] = {}  # by method: its first refusal
-        for job, outcome in zip(asked, outcomes, strict=True):
+        for job, outcome in zip(jobs, outcomes, strict=True):
             if isinstance(outcome, str):
                 refused.setdefault(job.method, f"refused, such as {outcome}")
         notes = refused.values()
-        verdict_table.write_markdown(words["out"], verdict_table.TITLE, call, heads, rows, notes)
+        verdict_table.write_markdown(output.table, verdict_table.TITLE, command, heads, rows, notes)
 
 
-def _draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:
+def _draft(place: Place | None, jobs: list[Job], call: Call) -> None:
     """Print the text that would be submitted to the place to run these jobs. Raises ValueError if no place was named,
     or if the place submits no text."""
     if place is None:
         raise ValueError(no_draft())
-    runs = Sweep(results, folders, place=place)
-    print(place.draft([(job, runs.key(job)) for job in jobs], folders))
+    runs = Sweep(call.results, call.folders, place=place)
+    print(place.draft([(job, runs.key(job)) for job in jobs], call.folders))
 
 
-def _advise(jobs: list[Job], folders: tuple[Path, ...], words: dict[str, Any]) -> None:
+def _advise(call: Call) -> None:
     """Print commands that the user may call instead of these jobs, which do not fit. For another place than this
     machine, leave out the commands that put layers on a disk of this machine."""
-    elsewhere = place_words(words)
-    for call, why in next_calls_of(jobs, folders):
-        if elsewhere and "--disk" in shlex.split(call):
+    for command, why in next_calls_of(call.jobs, call.folders):
+        arguments = shlex.split(command)
+        if not call.place.is_local and "--disk" in arguments:
             continue
-        call = shlex.join([*shlex.split(call), *elsewhere])
-        print(
-            json.dumps({"event": "next", "call": call, "why": why})
-            if words["as_json"]
-            else f"try {call}\n    {why}"
-        )
-
-
-def _folders(words: dict[str, Any]) -> tuple[Path, ...]:
-    return tuple(path.resolve() for path in words["methods_folder"])
+        text = shlex.join([*arguments, *call.place.arguments()])
+        if call.output.as_json:
+            print(json.dumps({"event": "next", "call": text, "why": why}))
+        else:
+            print(f"try {text}\n    {why}")

@@ -150,9 +150,12 @@ def _run() -> None:
         sys.exit(INTERRUPTED)
     except click.NoSuchOption as error:
         verbs = door.all_verbs().items()
-        others = [name for name, verb in verbs for each in verb.params if error.option_name in each.opts]
-        told = f"{error.message.rstrip('.')}; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it"
-        _fail(f"error: {told if others else error.format_message().rstrip('.') + '; see --help'}", USAGE)
+        others = [name for name, verb in verbs for param in verb.params if error.option_name in param.opts]
+        text = f"{error.format_message().rstrip('.')}; see --help"
+        if others:
+            have = "has" if len(others) == 1 else "have"
+            text = f"{error.message.rstrip('.')}; {', '.join(others)} {have} it"
+        _fail(f"error: {text}", USAGE)
     except click.ClickException as error:
         text = error.format_message()
         hint = "-h is the hidden size, help is --help" if "'-h'" in text else "see --help"
@@ -166,8 +169,8 @@ def _run() -> None:
             _fail("error: too many open files: raise the limit, ulimit -n 256, and repeat the call", USAGE)
         where = f" {error.filename}" if error.filename else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            told = f" in{where}" if where else ""
-            _fail(f"error: the disk is full{told}: free some space and repeat the call", MEMORY)
+            folder = f" in{where}" if where else ""
+            _fail(f"error: the disk is full{folder}: free some space and repeat the call", MEMORY)
         _fail(f"error: cannot use{where or ' a file'}: {error.strerror or error}; try another one", USAGE)
     except FolderLost as error:
         _fail(f"error: {error}", CRASH)

@@ -66,10 +66,10 @@ def names_its_attention(subject: Subject) -> str:
 
 
 def says_what_it_runs_with(subject: Subject) -> str:
-    told = method.create(subject.name, {}, subject.folders).describe(TINY, "cpu")
-    _hold("implementation" in told, "describe() does not name the implementation")
-    _hold(set(told) <= set(COLUMNS), f"describe() may name {', '.join(COLUMNS)}, not {', '.join(told)}")
-    return told["implementation"]
+    texts = method.create(subject.name, {}, subject.folders).describe(TINY, "cpu")
+    _hold("implementation" in texts, "describe() does not name the implementation")
+    _hold(set(texts) <= set(COLUMNS), f"describe() may name {', '.join(COLUMNS)}, not {', '.join(texts)}")
+    return texts["implementation"]
 
 
 def is_frozen(subject: Subject) -> str:
@@ -89,12 +89,12 @@ def plans_more_for_more_layers(subject: Subject) -> str:
 
 
 def plans_the_state(subject: Subject) -> str:
-    each = _planned(subject, Workload())[1] / Workload().num_params
+    param_bytes = _planned(subject, Workload())[1] / Workload().num_params
     _hold(
-        each >= STATE_BYTES,
-        f"{each:.3g} bytes a parameter: weight and two moments take {STATE_BYTES} somewhere",
+        param_bytes >= STATE_BYTES,
+        f"{param_bytes:.3g} bytes a parameter: weight and two moments take {STATE_BYTES} somewhere",
     )
-    return f"{each:.3g} bytes a parameter"
+    return f"{param_bytes:.3g} bytes a parameter"
 
 
 BY_ARITHMETIC: dict[str, Check] = {
@@ -114,10 +114,10 @@ def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
     """Yield each check's name, whether the method's file passed the check, and what the check saw. If a run failed, its
     log is kept."""
     with _alone(file) as subject:
-        for name, is_passed, told in _outcomes(subject):
+        for name, is_passed, text in _outcomes(subject):
             for folder in subject.folders:  # show the author's path, not the path of the link
-                told = told.replace(f"{folder}/", f"{file.resolve().parent}/")
-            yield name, is_passed, told
+                text = text.replace(f"{folder}/", f"{file.resolve().parent}/")
+            yield name, is_passed, text
 
 
 def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
@@ -128,11 +128,11 @@ def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
         return
     for name, check in {**BY_ARITHMETIC, **BY_TRAINING}.items():
         try:
-            found = True, check(subject)
+            is_passed, text = True, check(subject)
         except Exception as error:  # an error in the method's code ends only this check
-            is_told = isinstance(error, (Broken, ValueError, method.Unavailable))
-            found = False, str(error) if is_told else f"{type(error).__name__}: {error}"
-        yield name, *found
+            is_message = isinstance(error, (Broken, ValueError, method.Unavailable))
+            is_passed, text = False, str(error) if is_message else f"{type(error).__name__}: {error}"
+        yield name, is_passed, text
 
 
 @contextmanager
@@ -146,8 +146,8 @@ def _alone(file: Path) -> Iterator[Subject]:
             yield Subject(name, (), folder)
             return
         (folder / "methods").mkdir()
-        for each in (file, *file.parent.glob("_*.py")):
-            (folder / "methods" / each.name).symlink_to(each)
+        for path in (file, *file.parent.glob("_*.py")):
+            (folder / "methods" / path.name).symlink_to(path)
         yield Subject(name, (folder / "methods",), folder)
     finally:
         if all(record.status == "ok" for record in read_all(folder)[0].values()):
@@ -171,7 +171,7 @@ def _trained(subject: Subject, dtype: str) -> Record:
     if record.status == "unavailable":
         raise method.Unavailable(record.reason)
     logs = [
-        str(path).removesuffix(".json") + ".txt" for path, found in sweep.records.items() if found is record
+        str(path).removesuffix(".json") + ".txt" for path, kept in sweep.records.items() if kept is record
     ]
     _hold(record.status == "ok", f"{record.status}: {record.reason} ({', '.join(logs)})")
     return record
@@ -194,13 +194,14 @@ def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
     after `step`."""
     short = dataclasses.replace(job, steps=step, warmup=0)
     reference = dataclasses.replace(short, method=method.reference(subject.folders), options={})
-    plans = [resolve(each, subject.folders) for each in (short, reference)]
-    ours, theirs = (
+    plans = [resolve(trained, subject.folders) for trained in (short, reference)]
+    tensors, reference_tensors = (
         record.tensors
         for record in Sweep(subject.results, subject.folders, probe=NONE, is_timed=False).run(plans)
     )
     moments = {
-        name: (ours.get(name, {}).get("exp_avg"), each.get("exp_avg")) for name, each in theirs.items()
+        name: (tensors.get(name, {}).get("exp_avg"), tensor.get("exp_avg"))
+        for name, tensor in reference_tensors.items()
     }
     ratios = {name: mine / other for name, (mine, other) in moments.items() if mine and other}
     # a wrong clip factor scales the moments of all tensors alike

@@ -57,7 +57,9 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 
 def together(*options: Any) -> Any:
     """Combine several options into one decorator. --help shows the options in this order."""
-    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+    return lambda command: functools.reduce(
+        lambda decorated, option: option(decorated), reversed(options), command
+    )
 
 
 class Layers(click.IntRange):
@@ -70,7 +72,7 @@ class Layers(click.IntRange):
         return ALL_LAYERS if value == "all" else super().convert(value, param, context)
 
 
-probe = together(
+probe_options = together(
     click.option("--no-probe", is_flag=True, help="Judge without the gate's probe; the verdict states this."),
     click.option(
         "--probe",
@@ -88,19 +90,34 @@ probe = together(
 )
 
 
-def probe_of(words: dict[str, Any]) -> Extent | None:
-    """Remove the probe's options from `words`, a call's arguments, and return the probe's extent. NONE: --no-probe was
-    given. None: no option of the probe was given."""
-    is_left_out, *sizes = (words.pop(name) for name in ("no_probe", "probe", "probe_layers", "probe_steps"))
-    if is_left_out and any(sizes):
+def probe(command: Any) -> Any:
+    """Add the probe's options to a command. The command gets their values as one argument, `extent`: the probe's
+    extent, NONE for --no-probe, or None if no option of the probe was given."""
+
+    @functools.wraps(command)
+    def with_extent(
+        *,
+        no_probe: bool,
+        probe: str | None,
+        probe_layers: int | None,
+        probe_steps: int | None,
+        **options: Any,
+    ) -> Any:
+        return command(**options, extent=_extent(no_probe, probe == "full", probe_layers, probe_steps))
+
+    return probe_options(with_extent)
+
+
+def _extent(is_left_out: bool, is_full: bool, layers: int | None, steps: int | None) -> Extent | None:
+    is_sized = bool(is_full or layers or steps)
+    if is_left_out and is_sized:
         raise ValueError(
             "expected --no-probe, or --probe, --probe-layers and --probe-steps, got both; leave one out"
         )
-    full, layers, steps = sizes
     if is_left_out:
         return NONE
-    most_layers = layers or (ALL_LAYERS if full else LAYERS)
-    return Extent(most_layers, steps or STEPS, bool(full)) if any(sizes) else None
+    most_layers = layers or (ALL_LAYERS if is_full else LAYERS)
+    return Extent(most_layers, steps or STEPS, is_full) if is_sized else None
 
 
 methods = click.option(
@@ -214,11 +231,11 @@ def _take_sizes(context: click.Context, name: str | None = None) -> dict[str, An
     if name is None:
         return {}
     fields = _fields(context, name)
-    own = {field: fields.pop(field) for field in WITHOUT_OPTION if field in fields}
+    without_option = {field: fields.pop(field) for field in WITHOUT_OPTION if field in fields}
     if amount(name) is None:
         context.meta[MODEL] = name
     _set_defaults(context, fields)
-    return own
+    return without_option
 
 
 def _fields(context: click.Context, name: str) -> dict[str, Any]:
@@ -226,22 +243,22 @@ def _fields(context: click.Context, name: str) -> dict[str, Any]:
     about this size."""
     if num_params := amount(name):
         return _of_number(num_params)
-    found = named_models.load(name)
-    if found.note:
-        click.echo(f"{name} here is {found.note}", err=True)
-    return found.sizes
+    model = named_models.load(name)
+    if model.note:
+        click.echo(f"{name} here is {model.note}", err=True)
+    return model.sizes
 
 
 def leave_out_given(context: click.Context) -> None:
     """Remove, from each model of --model, the fields that the user sets by an option such as -l: that option sets the
     field for all models."""
     if "model" in context.params:
-        given = {
+        by_user = {
             name
             for name in context.params
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         }
-        left_out = given - {*WITHOUT_OPTION}
+        left_out = by_user - {*WITHOUT_OPTION}
         models = context.params["model"]
         context.params["model"] = [
             {name: model[name] for name in model if name not in left_out} for model in models
@@ -305,7 +322,7 @@ class Numbers(click.ParamType):
     name = "N"
 
     def convert(self, value: Any, param: Any, context: Any) -> list[int]:
-        found: list[int] = []
+        numbers: list[int] = []
         for part in str(value).split(","):
             if not re.fullmatch(r"-?\d+(:-?\d+){0,2}", part):
                 self.fail(f"expected numbers such as 4, 1,2,4 or 2:8:2, got {value!r}", param, context)
@@ -315,8 +332,8 @@ class Numbers(click.ParamType):
                 self.fail(f"expected a range first:last:step such as 2:8:2, got {part!r}", param, context)
             if (stop - start) // step >= MOST_NUMBERS:
                 self.fail(f"expected at most {MOST_NUMBERS} numbers, got {part!r}", param, context)
-            found.extend(range(start, stop + 1, step))
-        return list(dict.fromkeys(found))
+            numbers.extend(range(start, stop + 1, step))
+        return list(dict.fromkeys(numbers))
 
 
 class Bytes(click.ParamType):
@@ -351,11 +368,13 @@ def of_field(kind: type, name: str, **settings: Any) -> Any:
     field's own."""
     option = options_of(kind)[name]
     field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    value_type: Any = TYPES[field.type.removesuffix(" | None")]
+    value_type: Any = TYPES.get(field.type.removesuffix(" | None"))
     if option.is_list:
         value_type = Numbers()
     elif "bytes" in name:
         value_type = Bytes()
+    if option.is_repeated:
+        return click.option(*option.flags, name, multiple=True, help=option.help, metavar=option.metavar)
     default = field.default if field.default is None or not option.is_list else str(field.default)
     declared = {"type": value_type, "default": default, "help": option.help, "metavar": option.metavar}
     return click.option(*option.flags, name, **{**declared, **settings})

@@ -19,7 +19,7 @@ from harness.base.console import print_table
 from harness.base.whole_file import check_replaceable
 from harness.core import method
 from harness.core.record import Record, records_of
-from harness.gate.probe import NONE
+from harness.gate.probe import NONE, Extent
 from harness.jobs import verdict_table
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep
@@ -70,7 +70,7 @@ UNREACHABLE = "cannot be reached"  # part of a reason that may be gone at the ne
 @click.option("--rerun", is_flag=True, help="Run the chosen cells again, also those with a record.")
 @options.probe
 @options.as_json
-def releases(**words: Any) -> None:
+def releases(extent: Extent | None, **values: Any) -> None:
     """Tell which releases of the engines train like plain PyTorch, in which settings. A cell with a record is not run
     again.
 
@@ -82,21 +82,20 @@ def releases(**words: Any) -> None:
     from cases._release_script import script
     from cases.case10 import job_of
 
-    if words["script"]:
+    if values["script"]:
         _check_alone("script")
-        name, _, release = words["script"].partition("@")
+        name, _, release = values["script"].partition("@")
         print(script(name, release), end="")
         return
-    probe = options.probe_of(words) or NONE
     used = case.profile_of(None, None)
     cells = chosen(
         Choice(
-            words["only"],
-            words["names"],
-            words["since"],
-            words["until"],
-            words["versions"],
-            is_quick=words["quick"],
+            values["only"],
+            values["names"],
+            values["since"],
+            values["until"],
+            values["versions"],
+            is_quick=values["quick"],
             has_gpu=used.device == "cuda",
         )
     )
@@ -104,9 +103,9 @@ def releases(**words: Any) -> None:
         raise ValueError(
             "expected at least one cell, got none by these options; try other releases, or another row"
         )
-    out = words["out"] or words["results"] / "releases.md"
+    out = values["out"] or values["results"] / "releases.md"
     check_replaceable(out, f"# {TITLE}".encode())
-    check_writable(words["results"])
+    check_writable(values["results"])
     check_writable(out.resolve().parent, "--out")
     plans: list[Planned] = []
     left_out: list[str] = []
@@ -119,10 +118,10 @@ def releases(**words: Any) -> None:
         raise ValueError(left_out[0])
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
-    with reporter(words["as_json"]) as report:
-        sweep = Sweep(words["results"], (), report, words["rerun"], probe=probe, is_timed=False)
-        records = _run(plans, sweep, words["as_json"])
-    _write(used, words["results"], out, words["as_json"])
+    with reporter(values["as_json"]) as report:
+        sweep = Sweep(values["results"], (), report, values["rerun"], probe=extent or NONE, is_timed=False)
+        records = _run(plans, sweep, values["as_json"])
+    _write(used, values["results"], out, values["as_json"])
     sys.exit(exit_codes.of_records(records, is_sweep=True))
 
 
@@ -160,8 +159,8 @@ def _run(plans: Sequence[Planned], sweep: Sweep, as_json: bool) -> list[Record]:
     else:
         time = f", about {run_time.text(seconds)}" if missing else ""
         print(f"{len(plans)} cells, {len(missing)} to run{time}", flush=True)
-    made = iter(sweep.run([planned for planned, key in zip(plans, keys, strict=True) if key not in ended]))
-    return [ended[key] if key in ended else next(made) for key in keys]
+    records = iter(sweep.run([planned for planned, key in zip(plans, keys, strict=True) if key not in ended]))
+    return [ended[key] if key in ended else next(records) for key in keys]
 
 
 def _ends_again(record: Record) -> bool:

@@ -26,16 +26,16 @@ def fairness(results: Path, as_json: bool) -> None:
     """Show what each recorded method ran with: implementation, kernels, precision, recompute, clipping, data."""
     from papers.claims.fairness import lines, rows
 
-    found = rows(records_of(results))
-    if not found:
+    table = rows(records_of(results))
+    if not table:
         raise ValueError(
             f"no record of a run that trained in {results}: try ./run.sh -m all -l 4 -h 256 first"
         )
     if as_json:
-        for row in found:
+        for row in table:
             print(json.dumps(row))
     else:
-        print("\n".join(lines(found, shutil.get_terminal_size((120, 24)).columns)))
+        print("\n".join(lines(table, shutil.get_terminal_size((120, 24)).columns)))
 
 
 @click.command(name="import")
@@ -92,20 +92,20 @@ def verify(results: Path, against: str | None, machine: str | None, as_json: boo
         raise ValueError(
             f"no folder {results}: try --results with a folder of records, which ./run.sh case all writes"
         )
-    found = findings(results, against, machine)
-    show(found, as_json)
-    sys.exit(CHECK_FAILED if failed(found) else 0)
+    claims = findings(results, against, machine)
+    show(claims, as_json)
+    sys.exit(CHECK_FAILED if failed(claims) else 0)
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="A B")
+@click.argument("names", nargs=-1, metavar="A B")
 @options.results
 @options.added
 @click.option(
     "--baseline", metavar="BASE", help="Check that A (default: --results) trains like BASE, and no slower."
 )
 @options.as_json
-def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json: bool) -> None:
+def compare(names: tuple[str, ...], results: Path, baseline: str | None, as_json: bool) -> None:
     """Compare the throughput of A and B: each a record, a folder of results, a commit, or METHOD[:option=value,...].
 
     Exit code 1: A and B cannot be compared. With --baseline, also 5: A does not train like the baseline; 8: A trains
@@ -115,13 +115,13 @@ def compare(words: tuple[str, ...], results: Path, baseline: str | None, as_json
     from papers.claims.compare import run
 
     if baseline is None:
-        if len(words) != 2:
-            raise ValueError(f"expected two arguments, A and B, got {len(words)}; or try --baseline BASE")
-        a, b = words
+        if len(names) != 2:
+            raise ValueError(f"expected two arguments, A and B, got {len(names)}; or try --baseline BASE")
+        a, b = names
         sys.exit(0 if run(a, b, results, as_json) else CHECK_FAILED)
-    if len(words) > 1:
-        raise ValueError(f"expected at most one argument with --baseline, got {len(words)}")
-    new = words[0] if words else str(results)
+    if len(names) > 1:
+        raise ValueError(f"expected at most one argument with --baseline, got {len(names)}")
+    new = names[0] if names else str(results)
     sys.exit(of_baseline(*held_against.run(baseline, new, results, as_json)))
 
 
@@ -177,8 +177,12 @@ def notebook(no_browser: bool, ip: str) -> None:
         raise ValueError(
             "Jupyter could not be installed (see .venv.log); try again, or open notebooks/ae.ipynb elsewhere"
         )
-    words = [f"--ServerApp.ip={ip}", *["--no-browser"] * no_browser, *["--allow-root"] * (os.getuid() == 0)]
-    os.execv(jupyter, [str(jupyter), str(ROOT / "notebooks/ae.ipynb"), *words])
+    arguments = [
+        f"--ServerApp.ip={ip}",
+        *["--no-browser"] * no_browser,
+        *["--allow-root"] * (os.getuid() == 0),
+    ]
+    os.execv(jupyter, [str(jupyter), str(ROOT / "notebooks/ae.ipynb"), *arguments])
 
 
 VERBS = (fairness, import_, verify, compare, report, bundle, add, notebook)

@@ -17,23 +17,23 @@ import queue
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
-
-import click
+from typing import Any, NamedTuple
 
 from harness.base.checkout import ROOT
 from harness.core import failures
 from harness.core.corpus_files import corpus_files
 from harness.core.job import Job
 from harness.core.method import Unavailable
+from harness.core.option import opt
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
 from harness.devices.device_lock import turn
 from harness.models import weight_files
 from harness.plan.run_time import deadline_seconds
 from harness.run.launch import GRACE_SECONDS, Events
-from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, Report, place_record
+from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, PlaceCall, Report, place_record
 from places.shared import container_user
 from places.shared.container_user import CODE, Exchange
 
@@ -83,20 +83,23 @@ def engine() -> Any:
     return client
 
 
+@dataclass(frozen=True)
+class DockerOptions:
+    image: str | None = opt(
+        None, "--image", "Image for --on docker; default: what ./run.sh image build makes.", metavar="NAME"
+    )
+
+
 class Docker(Place):
     """The place --on docker: a container engine, and one of its images. Making it raises Unavailable if the engine or
     the image is missing."""
 
     uses_this_venv = False
-    cli_options: ClassVar = {
-        "image": click.option(
-            "--image", metavar="NAME", help="Image for --on docker; default: what ./run.sh image build makes."
-        )
-    }
+    cli_options = DockerOptions
 
     @classmethod
-    def of(cls, options: dict[str, Any], device: str) -> Docker:
-        return cls(options["image"] or default_image(device))
+    def of(cls, options: DockerOptions, call: PlaceCall) -> Docker:
+        return cls(options.image or default_image(call.device))
 
     def __init__(self, image: str) -> None:
         self.client = engine()

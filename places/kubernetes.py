@@ -21,19 +21,19 @@ import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-import click
 from pydantic import NonNegativeInt, PositiveInt
 
 from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT, install_extra
 from harness.core.job import Job
 from harness.core.method import Unavailable
+from harness.core.option import opt
 from harness.core.record import new_stem
 from harness.devices import machine
 from harness.plan.run_time import deadline_seconds
-from harness.run.place import KeyedJobs, OrderedJob, Place, Report
+from harness.run.place import KeyedJobs, OrderedJob, Place, PlaceCall, Report
 from places.docker import PYTHON, READ, SCRATCH, WRITTEN, default_image, memory_limit
 from places.shared.cluster import killed, num_nodes, options_of, unavailable
 from places.shared.container_user import CODE, USER
@@ -151,31 +151,35 @@ def files_named(job: Job) -> list[str]:
     return [option for option, path in named.items() if path and (option, path) != (WRITTEN["disk"], SCRATCH)]
 
 
+@dataclass(frozen=True)
+class KubernetesSettings:
+    kubernetes: tuple[str, ...] = opt(
+        (),
+        "--kubernetes",
+        "Setting of --on kubernetes: namespace, image, nodes, gpus, cpus,"
+        " node_selector or wait (seconds); or a YAML file of settings.",
+        metavar="NAME=VALUE|FILE",
+        is_repeated=True,
+    )
+
+
 class Kubernetes(Place):
     """The place --on kubernetes, with these options. `cluster` raises Unavailable if no cluster can be reached."""
 
     is_parallel, uses_this_venv = True, False
-    cli_options: ClassVar = {
-        "kubernetes": click.option(
-            "--kubernetes",
-            multiple=True,
-            metavar="NAME=VALUE|FILE",
-            help="Setting of --on kubernetes: namespace, image, nodes, gpus, cpus,"
-            " node_selector or wait (seconds); or a YAML file of settings.",
-        ),
-    }
+    cli_options = KubernetesSettings
 
     @classmethod
-    def of(cls, options: dict[str, Any], device: str) -> Kubernetes:
-        place = cls(options_of("kubernetes", options["kubernetes"], PodOptions), device)
-        if not options["dry_run"]:
+    def of(cls, options: KubernetesSettings, call: PlaceCall) -> Kubernetes:
+        place = cls(options_of("kubernetes", options.kubernetes, PodOptions), call.device)
+        if not call.is_dry_run:
             import_client()
             place.cluster  # noqa: B018 - connect now, before anything is planned
         return place
 
     @classmethod
-    def asks_for_gpus(cls, options: dict[str, Any]) -> bool:
-        return bool(options_of("kubernetes", options["kubernetes"], PodOptions).get("gpus"))
+    def asks_for_gpus(cls, options: KubernetesSettings) -> bool:
+        return bool(options_of("kubernetes", options.kubernetes, PodOptions).get("gpus"))
 
     def __init__(self, options: dict[str, Any], device: str = "cpu") -> None:
         self.options = {"image": default_image(device), "wait": WAIT_SECONDS, "nodes": 1, **options}

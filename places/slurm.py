@@ -19,9 +19,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import click
 from pydantic import PositiveInt
 
 from harness.base.checked_data import NO_OTHER_FIELDS
@@ -30,10 +29,11 @@ from harness.base.counted import counted
 from harness.core import failures
 from harness.core.job import Job
 from harness.core.method import Unavailable
+from harness.core.option import opt
 from harness.core.record import Record, new_stem
 from harness.devices import machine
 from harness.plan.run_time import deadline_seconds
-from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, Report
+from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, PlaceCall, Report
 from harness.run.ranks import of_nodes
 from places.docker import PYTHON, folders_shown, memory_limit
 from places.shared.cluster import ClusterReport, complete, killed, late, num_nodes, options_of, out_of_memory
@@ -110,28 +110,32 @@ def check_containers(image: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class SlurmSettings:
+    slurm: tuple[str, ...] = opt(
+        (),
+        "--slurm",
+        "Setting of --on slurm: partition, account, qos, time (minutes), gpus, cpus, nodes,"
+        " requeue or container_image; or a YAML file of settings.",
+        metavar="NAME=VALUE|FILE",
+        is_repeated=True,
+    )
+
+
 class Slurm(Place):
     """The place --on slurm, with these options. Making it raises Unavailable if Slurm is missing or cannot run the
     container image."""
 
     is_parallel = True
-    cli_options: ClassVar = {
-        "slurm": click.option(
-            "--slurm",
-            multiple=True,
-            metavar="NAME=VALUE|FILE",
-            help="Setting of --on slurm: partition, account, qos, time (minutes), gpus, cpus, nodes,"
-            " requeue or container_image; or a YAML file of settings.",
-        ),
-    }
+    cli_options = SlurmSettings
 
     @classmethod
-    def of(cls, options: dict[str, Any], device: str) -> Slurm:
-        return cls(options_of("slurm", options["slurm"], Options))
+    def of(cls, options: SlurmSettings, call: PlaceCall) -> Slurm:
+        return cls(options_of("slurm", options.slurm, Options))
 
     @classmethod
-    def asks_for_gpus(cls, options: dict[str, Any]) -> bool:
-        return bool(options_of("slurm", options["slurm"], Options).get("gpus"))
+    def asks_for_gpus(cls, options: SlurmSettings) -> bool:
+        return bool(options_of("slurm", options.slurm, Options).get("gpus"))
 
     def __init__(self, options: dict[str, Any]) -> None:
         for command in ("sbatch", "srun", "scontrol"):

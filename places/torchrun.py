@@ -25,7 +25,7 @@ from harness.core import failures, method
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
-from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, Report, perform, place_record
+from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, PlaceCall, Report, perform, place_record
 from harness.run.ranks import of_nodes
 from places.shared.cluster import killed, num_nodes, unavailable
 from places.shared.torchrun_node import meet
@@ -42,7 +42,7 @@ class Torchrun(Place):
     """The place --on torchrun: the nodes on which torchrun started this call."""
 
     @classmethod
-    def of(cls, options: dict[str, Any], device: str) -> Torchrun:
+    def of(cls, options: object, call: PlaceCall) -> Torchrun:
         """On the first node, return the place. On any other node, follow the first node's orders until the first node's
         process ends, then exit.
 
@@ -56,7 +56,7 @@ class Torchrun(Place):
         count, node = int(nodes["PET_NNODES"]), int(nodes["PET_NODE_RANK"])
         where = nodes["PET_MASTER_ADDR"], int(nodes["PET_MASTER_PORT"]) + 1
         if node:
-            follow(connected(*where), node, tuple(path.resolve() for path in options["methods_folder"]))
+            follow(connected(*where), node, call.folders)
             sys.exit(0)
         return cls(accepted(*where, count - 1))
 

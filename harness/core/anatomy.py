@@ -158,8 +158,8 @@ def anatomy_of(workload: Any) -> Anatomy:
     widths, name = (workload.hidden_size, workload.vocab_size), workload.model or "the model"
     anatomy = _of_config(workload.config, widths, name, is_half=half, block_tokens=at_once)
     if (most := anatomy.most_tokens) < workload.seq_len:
-        told = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
-        raise ValueError(f"--seq: {told}; try --seq {most}")
+        message = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
+        raise ValueError(f"--seq: {message}; try --seq {most}")
     return anatomy
 
 
@@ -188,32 +188,32 @@ def _of_config(
     except PackageNotFoundError as error:
         raise Unavailable(NEEDS) from error
     config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SEEN), *widths)
-    found = _kept("harness.plan.sketch", config, [library, FORMAT])
-    if refused := found.get("refused"):
+    answer = _kept("harness.plan.sketch", config, [library, FORMAT])
+    if refused := answer.get("refused"):
         code, values = refused
         raise RefusedModel(code, f"{model} cannot be trained here", **values)
     dtype, blocks = "half" if is_half else "fp32", None
     if block_tokens:
-        asked = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
-        blocks = _kept("harness.plan.block_sketch", asked, [library, FORMAT])["blocks"]
-    parts = {part: {name: tuple(shape) for name, shape in found[part].items()} for part in PARTS}
+        question = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
+        blocks = _kept("harness.plan.block_sketch", question, [library, FORMAT])["blocks"]
+    parts = {part: {name: tuple(shape) for name, shape in answer[part].items()} for part in PARTS}
     return Anatomy(
         **parts,
-        layer_prefix=found["layer_prefix"],
+        layer_prefix=answer["layer_prefix"],
         ends_prefix="",
-        token_flops=found["token_flops"],
-        pair_flops=found["pair_flops"],
-        boundaries=found["boundaries"][dtype],
+        token_flops=answer["token_flops"],
+        pair_flops=answer["pair_flops"],
+        boundaries=answer["boundaries"][dtype],
         # A norm that computes in blocks keeps nothing for its backward pass, but its backward pass holds two copies of
         # the gradient of its input.
-        head_boundaries=1.0 if blocks else found["head_boundaries"][dtype],
-        given_bytes=found["given_bytes"][dtype],
-        pair_given_bytes=found["pair_given_bytes"][dtype],
-        pair_boundaries=found["pair_boundaries"][dtype],
-        slopes=found["slopes"],
-        starts={name: (mean, std) for name, (mean, std) in found["starts"].items()},
-        ignored=tuple(found["ignored"]),
-        fields=found["fields"],
+        head_boundaries=1.0 if blocks else answer["head_boundaries"][dtype],
+        given_bytes=answer["given_bytes"][dtype],
+        pair_given_bytes=answer["pair_given_bytes"][dtype],
+        pair_boundaries=answer["pair_boundaries"][dtype],
+        slopes=answer["slopes"],
+        starts={name: (mean, std) for name, (mean, std) in answer["starts"].items()},
+        ignored=tuple(answer["ignored"]),
+        fields=answer["fields"],
         # The bias of the keys adds nearly the same number to every score of a query, even with rotary positions, which
         # hardly turn a head's slow pairs. So the gradient of this bias is little more than rounding error. In GPT-2's
         # c_attn.bias the bias of the keys is the second of three equal parts.
@@ -231,11 +231,11 @@ def _of_config(
     )
 
 
-def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
+def _kept(module: str, question: Any, versions: list[Any]) -> Any:
     """Return the answer of a module that sketches a model. The answer is read from its file in SKETCHES or, if there is
     no file, asked of the module and then written to the file. If the module refuses the model, nothing is written, but
     this process keeps the refusal."""
-    digest = hashlib.sha256(json.dumps([asked, *versions], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([question, *versions], sort_keys=True).encode()).hexdigest()
     file = SKETCHES / f"{digest[:16]}.json"
     if (refusal := _refusals.get(digest)) is not None:
         return refusal
@@ -247,15 +247,15 @@ def _kept(module: str, asked: Any, versions: list[Any]) -> Any:
                 "reading the model's tensors, FLOPs and memory off its config.json, once: seconds",
                 file=sys.stderr,
             )
-        found = ask(module, asked)
-    if found.get("refused"):
-        _refusals[digest] = found
+        answer = ask(module, question)
+    if answer.get("refused"):
+        _refusals[digest] = answer
     else:
         with contextlib.suppress(OSError):
             # if the file cannot be written, the next process sketches the model again
             SKETCHES.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(found))
-    return found
+            write_whole(file, json.dumps(answer))
+    return answer
 
 
 @lru_cache(maxsize=256)

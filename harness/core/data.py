@@ -80,21 +80,21 @@ def corpus(workload: Workload) -> Sampler:
     too short; the function raises ValueError for ids beyond the vocabulary."""
     prefix = str(corpus_files(str(workload.corpus))[0]).removesuffix(".bin")
     if not Path(prefix).name:
-        told = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
-        raise ValueError(f"{told}; leave --data out for tokens drawn by --seed")
+        message = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
+        raise ValueError(f"{message}; leave --data out for tokens drawn by --seed")
     tokens = _open_tokens(prefix)
     places = len(tokens) - workload.seq_len
     if places < 1:
-        told = f"expected at least one sample of {workload.seq_len + 1} tokens, got {len(tokens)} tokens"
-        raise ValueError(f"{prefix}.bin: {told}; try a smaller --seq")
+        message = f"expected at least one sample of {workload.seq_len + 1} tokens, got {len(tokens)} tokens"
+        raise ValueError(f"{prefix}.bin: {message}; try a smaller --seq")
 
     def sample(index: int) -> np.ndarray:
         start = int(_uniform(workload.seed, index, 1)[0] * places)
         window = np.asarray(tokens[start : start + workload.seq_len + 1], dtype=np.int64)
         beyond = window[(window < 0) | (window >= workload.vocab_size)]
         if beyond.size:
-            told = f"expected tokens from 0 to {workload.vocab_size - 1}, as --vocab says, got {beyond[0]}"
-            raise ValueError(f"{prefix}.bin: {told}; try a larger --vocab")
+            message = f"expected tokens from 0 to {workload.vocab_size - 1}, as --vocab says, got {beyond[0]}"
+            raise ValueError(f"{prefix}.bin: {message}; try a larger --vocab")
         return window
 
     return sample
@@ -140,8 +140,10 @@ def _open_tokens(prefix: str) -> np.ndarray:
                 f"{prefix}.idx: expected lengths of at least 0, got {lengths.min()}; make the index again"
             )
         if lengths.sum(dtype=np.int64) != len(tokens):
-            told = f"expected {lengths.sum(dtype=np.int64)} tokens, as {prefix}.idx says, got {len(tokens)}"
-            raise ValueError(f"{prefix}.bin: {told}")
+            message = (
+                f"expected {lengths.sum(dtype=np.int64)} tokens, as {prefix}.idx says, got {len(tokens)}"
+            )
+            raise ValueError(f"{prefix}.bin: {message}")
         return tokens
     except OSError as error:
         raise ValueError(
@@ -158,5 +160,5 @@ def _check_kind(path: Path) -> None:
 def _uniform(seed: int, index: int, count: int) -> np.ndarray:
     """Return `count` uniform numbers in [0, 1), made from raw words of the counter-based Philox generator: no release
     of numpy changes these words."""
-    words = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(count)
-    return (words >> np.uint64(11)) * 2.0**-53
+    numbers = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(count)
+    return (numbers >> np.uint64(11)) * 2.0**-53

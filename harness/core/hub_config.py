@@ -315,7 +315,7 @@ def _rope_tables(config: dict[str, Any]) -> list[Any]:
 def rotary_share(config: dict[str, Any]) -> float:
     """Return the share of a head's columns that rotary positions turn, 1 if the configuration does not tell it."""
     shares = [config, *(table for table in _rope_tables(config) if isinstance(table, dict))]
-    given = [
+    factors = [
         share for table in shares if isinstance(share := table.get("partial_rotary_factor"), int | float)
     ]
-    return given[-1] if given else 1.0
+    return factors[-1] if factors else 1.0

@@ -127,8 +127,8 @@ class Workload:
             )
         if self.batch_size % self.micro_batches:
             counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
-            told = f"expected a divisor of batch {self.batch_size} ({counts}), got {self.micro_batches}"
-            raise ValueError(f"--micro-batches: {told}")
+            expected = f"expected a divisor of batch {self.batch_size} ({counts})"
+            raise ValueError(f"--micro-batches: {expected}, got {self.micro_batches}")
         if self.dropout and self.micro_batches > 1:
             raise ValueError(
                 "dropout and micro-batches exclude each other, because micro-batches drop other elements than a whole"
@@ -379,9 +379,8 @@ class Plan:
     host: dict[str, int] = field(default_factory=dict)
     disk: dict[str, int] = field(default_factory=dict)
     moved_bytes: int = 0  # bytes copied in a step, both directions together
-    exchanged: dict[str, float] = field(
-        default_factory=dict
-    )  # bytes that a rank sends in a step, by kind: gathers, sums, messages
+    # bytes that a rank sends in a step, by kind: gathers, sums, messages
+    exchanged: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     tried: str = ""  # if the plan does not fit: text that names other options that do not fit either
     # seconds of a step by the machine's rates, or a lower bound; None: not computed
@@ -394,8 +393,8 @@ class Plan:
     def __post_init__(self) -> None:
         for memory in (self.device, self.host, self.disk):
             if unknown := set(memory) - set(STATE_KINDS):
-                told = f"expected a plan's kinds of bytes among {', '.join(STATE_KINDS)}"
-                raise ValueError(f"{told}, got {', '.join(sorted(unknown))}")
+                expected = f"expected a plan's kinds of bytes among {', '.join(STATE_KINDS)}"
+                raise ValueError(f"{expected}, got {', '.join(sorted(unknown))}")
         if not isinstance(self.stages, dict):
             raise ValueError(f"expected a plan's stages as bytes by name, got {self.stages!r:.80}")
         moved = {"moved_bytes": self.moved_bytes}
@@ -407,11 +406,11 @@ class Plan:
             self.stages,
             moved,
         ]
-        for each in sized:
-            for kind, size in each.items():
+        for sizes in sized:
+            for kind, size in sizes.items():
                 if not isinstance(size, int | float) or not 0 <= size <= MOST_PLANNED:
-                    told = f"expected a plan's bytes as numbers from 0 to {MOST_PLANNED:g}"
-                    raise ValueError(f"{told}, got {size!s:.80} for {kind}")
+                    expected = f"expected a plan's bytes as numbers from 0 to {MOST_PLANNED:g}"
+                    raise ValueError(f"{expected}, got {size!s:.80} for {kind}")
         seconds = 0 if self.step_seconds is None else self.step_seconds
         if not isinstance(seconds, int | float) or not seconds >= 0:
             raise ValueError(f"expected a plan's step_seconds of at least 0, got {seconds!r:.80}")
@@ -439,12 +438,12 @@ class Plan:
 
     def lacks(self, room: Room) -> dict[str, int]:
         """Return the missing bytes of each memory that is too small; empty if the plan fits."""
-        plan, found = self.pooled(room), {}
+        plan, missing = self.pooled(room), {}
         for memory in MEMORIES:
             need, have = getattr(plan, f"{memory}_bytes"), getattr(room, f"{memory}_bytes")
             if have is not None and need > have:
-                found[memory] = need - have
-        return found
+                missing[memory] = need - have
+        return missing
 
     def shortfall(self, room: Room) -> str | None:
         """Describe the first memory that is too small, and the plan's bytes there by kind; None if the plan fits."""

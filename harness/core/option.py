@@ -23,6 +23,7 @@ class Option:
     help: str
     metavar: str | None = None  # name of the value in the help; None: the name of its type
     is_list: bool = False  # True: takes several numbers, and a call makes a job for each
+    is_repeated: bool = False  # True: may be given several times; the value is a tuple of texts
     # For an option of a method. is_short: a short printed call spells it by its flag, not by --option NAME=VALUE.
     # is_for_all: methods that do not have it ignore it; otherwise one of the methods of the call must have it.
     is_short: bool = False

@@ -97,22 +97,22 @@ def of_facts(facts: dict[str, Any]) -> Rates | None:
                 f"unknown fact {name!r}: {did_you_mean(name, known)}choose one of {', '.join(known)}"
             )
     try:
-        found: dict[str, Any] = {
+        rates: dict[str, Any] = {
             rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts
         }
     except (TypeError, ValueError):
         return None
     if any(name not in facts for name in NEEDED):
         return None
-    return Rates(**{"exchange_bytes_per_second": found["outbound_bytes_per_second"], **found})
+    return Rates(**{"exchange_bytes_per_second": rates["outbound_bytes_per_second"], **rates})
 
 
 def facts_of(rates: Rates) -> dict[str, float]:
     """Return the facts of machines.yaml that set these rates; infinite rates have no fact. The fact link_gb_per_second
     is the rate of the link's slower direction."""
-    found: dict[str, float] = {}
+    facts: dict[str, float] = {}
     for fact, rate, factor in FACTS:
         value = getattr(rates, rate) / factor
         if value < math.inf:
-            found[fact] = min(float(f"{value:.4g}"), found.get(fact, math.inf))
-    return found
+            facts[fact] = min(float(f"{value:.4g}"), facts.get(fact, math.inf))
+    return facts

@@ -264,6 +264,6 @@ def adamw_groups(
     return [{"params": params, "weight_decay": decay} for decay, params in groups.items() if params]
 
 
-def adamw(parameters: Iterable[nn.Parameter], **words: Any) -> torch.optim.AdamW:
-    """Return the AdamW of the published runs. `words` are keyword arguments for adamw_groups()."""
-    return torch.optim.AdamW(adamw_groups(parameters, **words), betas=BETAS, eps=EPSILON, fused=True)
+def adamw(parameters: Iterable[nn.Parameter], **groups: Any) -> torch.optim.AdamW:
+    """Return the AdamW of the published runs. `groups` are keyword arguments for adamw_groups()."""
+    return torch.optim.AdamW(adamw_groups(parameters, **groups), betas=BETAS, eps=EPSILON, fused=True)

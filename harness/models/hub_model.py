@@ -66,7 +66,7 @@ class HubModel(KeepsBuffers):
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
-        causal = made(*_key(workload))
+        causal = memoryless_model(*_key(workload))
         _adopt(self, causal.train())
         _set_blocks(workload, self.layers, _base(self))
         self.recompute(reentrant=False)
@@ -80,12 +80,12 @@ class HubModel(KeepsBuffers):
     def layers(self) -> nn.ModuleList:
         return _layers(self)
 
-    def named_parameters(self, *args: Any, **words: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **settings: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the ends first, then those of the layers. All methods sum the gradient's norm in this
         order."""
-        own = {id(parameter) for parameter in self.layers.parameters()}
-        found = list(super().named_parameters(*args, **words))
-        yield from sorted(found, key=lambda pair: id(pair[1]) in own)
+        of_layers = {id(parameter) for parameter in self.layers.parameters()}
+        parameters = list(super().named_parameters(*args, **settings))
+        yield from sorted(parameters, key=lambda pair: id(pair[1]) in of_layers)
 
     def forward(self, inputs: Tensor, targets: Tensor, scale: float = 1.0) -> Tensor:
         """Return the mean cross-entropy of (B, T) token ids. The loss's gradient is multiplied by `scale`."""
@@ -106,7 +106,7 @@ class HubEnds(KeepsBuffers):
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
-        causal = made(*_key(workload))
+        causal = memoryless_model(*_key(workload))
         _take_out(causal)
         _adopt(self, causal)
         _set_blocks(workload, (), _base(self))
@@ -159,9 +159,9 @@ class HubHead(HubEnds):
         super().__init__(workload)
         base = _base(self)
         # a tied head uses this table
-        own = None if "lm_head" in self._modules else base.get_input_embeddings()
+        embedding = None if "lm_head" in self._modules else base.get_input_embeddings()
         for name, table in _tables(base):
-            if table is not own:
+            if table is not embedding:
                 del base._modules[name]
 
     forward = HubEnds.loss
@@ -185,17 +185,17 @@ class HubParts:
     def __init__(self, text: str, dtype: torch.dtype) -> None:
         with unset_fake_temporarily():
             # the parts are cached, so they must hold no fake tensors of a rehearsal
-            causal = made(text, dtype)
+            causal = memoryless_model(text, dtype)
         self.layers = _take_out(causal)
         self.base = causal.base_model
         self.base._modules[norm_name(self.base)] = nn.Identity()
         for name, table in _tables(self.base):
             if table is not self.base.get_input_embeddings():
                 self.base._modules[name] = NoPositions(table)
-        self.given: dict[Any, list[dict[str, Any]]] = {}
+        self.arguments: dict[Any, list[dict[str, Any]]] = {}
 
     def give(
-        self, index: int, layer: nn.Module, args: Any, words: dict[str, Any]
+        self, index: int, layer: nn.Module, args: Any, keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Hook before the forward pass of layer `index`: add the arguments that the model's loop passes to the layer.
         The arguments are kept for each shape, dtype and device of the layer's input."""
@@ -204,11 +204,11 @@ class HubParts:
             # x has no values, which the loop may read to choose a mask
             with unset_fake_temporarily():
                 heard = self.heard(torch.zeros((), dtype=x.dtype).expand(x.shape))[index]
-            return args, {**tree_map_only(Tensor, functools.partial(_like, x.device), heard), **words}
+            return args, {**tree_map_only(Tensor, functools.partial(_like, x.device), heard), **keywords}
         key = (x.shape, x.dtype, x.device)
-        if key not in self.given:
-            self.given[key] = self.heard(x)
-        return args, {**self.given[key][index], **words}
+        if key not in self.arguments:
+            self.arguments[key] = self.heard(x)
+        return args, {**self.arguments[key][index], **keywords}
 
     @torch.no_grad()
     def heard(self, x: Tensor) -> list[dict[str, Any]]:
@@ -237,10 +237,10 @@ class StandIn(nn.Module):
         """Return the attribute of the layer, because the model's loop may read attributes such as attention_type."""
         return getattr(self.__dict__["layer"], name) if name not in self._modules else self._modules[name]
 
-    def forward(self, x: Tensor, *others: Any, **given: Any) -> Any:
+    def forward(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         # the first argument is the layer's input
         names = [*inspect.signature(self.layer.forward).parameters][1:]
-        self.heard.append(dict(zip(names, others, strict=False)) | given)
+        self.heard.append(dict(zip(names, others, strict=False)) | keywords)
         return x
 
 
@@ -257,11 +257,11 @@ class NoPositions(nn.Module):
         return nothing.expand(*positions.shape, self.width)
 
 
-def made(text: str, dtype: torch.dtype) -> Any:
+def memoryless_model(text: str, dtype: torch.dtype) -> Any:
     """Return transformers' model of a configuration. The model's buffers have memory and values; its parameters have no
     memory. Raises RefusedModel if the model cannot be trained here."""
     with torch.device("meta"):
-        causal = theirs(json.loads(text), dtype)
+        causal = transformers_model(json.loads(text), dtype)
     _compute_buffers(causal)
     if causal.config.tie_word_embeddings:
         causal.tie_weights()
@@ -272,13 +272,13 @@ def causal_model(workload: Workload, device: str) -> Any:
     """Return transformers' own model, with its own head and loss, in the workload's dtype on a device. The values of
     its parameters are not yet set. Raises RefusedModel if the model cannot be trained here."""
     holder: Any = KeepsBuffers()
-    holder.causal = made(*_key(workload))
+    holder.causal = memoryless_model(*_key(workload))
     causal = holder.to_empty(device=device).causal
     causal.tie_weights()  # a tied tensor got memory for each of its two names
     return causal.train()
 
 
-def theirs(config: dict[str, Any], dtype: torch.dtype) -> Any:
+def transformers_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     """Return the model that transformers makes of a configuration, with transformers' starting values. Raises
     RefusedModel if transformers cannot make it."""
     transformers = library()
@@ -345,10 +345,12 @@ def config_to_save(workload: Workload) -> Any:
     """Return transformers' configuration of the workload's model, to be saved beside its weights. Dropout has the
     values of the workload's config.json. Raises RefusedModel if transformers cannot make the model."""
     text, dtype = _key(workload)
-    given = json.loads(str(workload.config))
-    config = json.loads(text) | {name: given[name] for name in given if name.endswith(("dropout", "_pdrop"))}
+    declared = json.loads(str(workload.config))
+    config = json.loads(text) | {
+        name: declared[name] for name in declared if name.endswith(("dropout", "_pdrop"))
+    }
     with torch.device("meta"):
-        causal = theirs(config, dtype)
+        causal = transformers_model(config, dtype)
     causal.config.architectures = [type(causal).__name__]
     return causal.config
 
@@ -481,8 +483,8 @@ def _tables(base: nn.Module) -> list[tuple[str, nn.Embedding]]:
 
 def _layers(module: Any) -> nn.ModuleList:
     base = _base(module)
-    found: nn.ModuleList = base._modules[list_name(base)]
-    return found
+    layers: nn.ModuleList = base._modules[list_name(base)]
+    return layers
 
 
 def _take_out(causal: Any) -> nn.ModuleList:
@@ -522,8 +524,8 @@ def _only_hidden(layer: nn.Module, args: Any, output: Any) -> Any:
 
 @contextlib.contextmanager
 def _replaced(modules: dict[str, Any], name: str, module: nn.Module) -> Iterator[None]:
-    own, modules[name] = modules[name], module
+    replaced, modules[name] = modules[name], module
     try:
         yield
     finally:
-        modules[name] = own
+        modules[name] = replaced

@@ -84,10 +84,10 @@ def several(text: str, file: Path = FILE) -> list[str]:
     them; a pattern without a match is returned itself. If `text` is a path that exists, `text` alone is returned."""
     if Path(text).exists():
         return [text]
-    found: list[str] = []
-    for each in text.split(","):
-        found += fnmatch.filter(names(file), each) or [each]
-    return list(dict.fromkeys(found))
+    matches: list[str] = []
+    for pattern in text.split(","):
+        matches += fnmatch.filter(names(file), pattern) or [pattern]
+    return list(dict.fromkeys(matches))
 
 
 def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:

@@ -49,8 +49,8 @@ class SavedWeights:
                 self.held[state.name] = weight
                 yield state
             if self.missing:
-                told = f"expected all weights of the model to save, got none of {min(self.missing)}"
-                raise ValueError(f"{told}, one of {len(self.missing)} that are missing")
+                message = f"expected all weights of the model to save, got none of {min(self.missing)}"
+                raise ValueError(f"{message}, one of {len(self.missing)} that are missing")
             self._write()
             self._finish()
 
@@ -75,11 +75,11 @@ class SavedWeights:
             (self.path / str(index)).rename(self.path / name)
         if number > 1:
             weight_map = {name: file for file, held in zip(names, self.files, strict=True) for name in held}
-            told = {
+            index_file = {
                 "metadata": {"total_size": self.num_bytes},
                 "weight_map": dict(sorted(weight_map.items())),
             }
-            (self.path / INDEX).write_text(json.dumps(told, indent=2) + "\n")
+            (self.path / INDEX).write_text(json.dumps(index_file, indent=2) + "\n")
         config_to_save(self.workload).save_pretrained(self.path)
 
 

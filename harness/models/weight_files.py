@@ -52,26 +52,26 @@ def check(workload: Workload) -> None:
     shape and in a dtype of DTYPES, and no tensor that transformers would load or warn of, and that the model lacks."""
     anatomy, folder = workload.anatomy, Path(str(workload.weights))
     if (folder / ADAPTER).exists():
-        told = f"expected weights of a whole model, got an adapter beside them ({ADAPTER})"
-        raise ValueError(f"{folder}: {told}; merge it into the model first, by merge_and_unload of peft")
+        message = f"expected weights of a whole model, got an adapter beside them ({ADAPTER})"
+        raise ValueError(f"{folder}: {message}; merge it into the model first, by merge_and_unload of peft")
     _check_config(workload, folder)
     files, read = _files(folder), set[str]()
     for name in anatomy.names(workload.num_layers):
         expected = list(anatomy.ends.get(name) or anatomy.layer[anatomy.within(name)])
-        with _opened(files, folder, name, "np") as (file, own):
-            read.add(own)
-            tensor = file.get_slice(own)
+        with _opened(files, folder, name, "np") as (file, stored):
+            read.add(stored)
+            tensor = file.get_slice(stored)
             if (dtype := tensor.get_dtype()) not in DTYPES:
-                told = f"expected weights in {', '.join(DTYPES)}, got {dtype} for {own}"
-                raise ValueError(f"{folder}: {told}; try the original model's weights")
+                message = f"expected weights in {', '.join(DTYPES)}, got {dtype} for {stored}"
+                raise ValueError(f"{folder}: {message}; try the original model's weights")
             if (shape := tensor.get_shape()) != expected:
-                told = f"expected {own} of shape {expected}, got {shape}"
-                raise ValueError(f"{folder}: {told}; try --model {folder}")
+                message = f"expected {stored} of shape {expected}, got {shape}"
+                raise ValueError(f"{folder}: {message}; try --model {folder}")
     _check_tied_head(workload, files, read)
     if others := _others(workload, files, read):
-        told = f"expected only tensors of the model, got {min(others)}, one of {len(others)} that it lacks"
+        message = f"expected only tensors of the model, got {min(others)}, one of {len(others)} that it lacks"
         way = "try the config.json that has them, or remove them from the files"
-        raise ValueError(f"{folder}: {told} and would not train; {way}")
+        raise ValueError(f"{folder}: {message} and would not train; {way}")
 
 
 def _check_config(workload: Workload, folder: Path) -> None:
@@ -87,8 +87,12 @@ def _check_config(workload: Workload, folder: Path) -> None:
     fields = workload.anatomy.fields
     for name in sorted((fields.keys() | written.keys()) - NOT_COMPUTED):
         if fields.get(name) != written.get(name):
-            told = f"expected weights of the model of --model, got a config.json with {name} {written.get(name)!r:.80}"
-            raise ValueError(f"{folder}: {told} instead of {fields.get(name)!r:.80}; try --model {folder}")
+            got = (
+                f"got a config.json with {name} {written.get(name)!r:.80} instead of {fields.get(name)!r:.80}"
+            )
+            raise ValueError(
+                f"{folder}: expected weights of the model of --model, {got}; try --model {folder}"
+            )
 
 
 def _check_tied_head(workload: Workload, files: dict[str, str], read: set[str]) -> None:
@@ -98,11 +102,11 @@ def _check_tied_head(workload: Workload, files: dict[str, str], read: set[str]) 
     heads = [name for name in _names(HEAD) if name in files] if anatomy.is_tied else []
     if not heads:
         return
-    table = next(own for own in _names(next(iter(anatomy.embedding))) if own in files)
-    paths = [folder / files[own] for own in (heads[0], table)]
+    table = next(stored for stored in _names(next(iter(anatomy.embedding))) if stored in files)
+    paths = [folder / files[stored] for stored in (heads[0], table)]
     if not _is_same(heads[0], table, *paths, *map(_state, paths)):
-        told = f"expected no {heads[0]}, or one with the values of {table}, since config.json ties them, got another"
-        raise ValueError(f"{folder}: {told}; write tie_word_embeddings: false into config.json")
+        message = f"expected no {heads[0]}, or one with the values of {table}, since config.json ties them, got another"
+        raise ValueError(f"{folder}: {message}; write tie_word_embeddings: false into config.json")
     read.add(heads[0])
 
 
@@ -114,11 +118,11 @@ def _others(workload: Workload, files: dict[str, str], read: set[str]) -> set[st
     left_out = {
         f"{anatomy.layer_name(index)}{name}" for index in range(num_layers, whole) for name in anatomy.layer
     }
-    others = files.keys() - read - {own for name in left_out for own in _names(name)}
-    if any(TEXT_PART in own.split(".") for own in read):
-        others = {own for own in others if TEXT_PART in own.split(".")}
+    others = files.keys() - read - {stored for name in left_out for stored in _names(name)}
+    if any(TEXT_PART in stored.split(".") for stored in read):
+        others = {stored for stored in others if TEXT_PART in stored.split(".")}
     ignored = re.compile("|".join(f"({pattern})" for pattern in anatomy.ignored) or r"(?!)")
-    return {own for own in others if not ignored.search(own)}
+    return {stored for stored in others if not ignored.search(stored)}
 
 
 @functools.lru_cache(maxsize=8)
@@ -154,8 +158,8 @@ def files_hash(folder: str) -> str:
     with contextlib.suppress(ValueError):  # if the weights cannot be read, the run will say why
         for name in sorted(set(_files(Path(folder)).values())):
             path = Path(folder) / name
-            told = _hash(path, *_state(path)) if path.exists() else "missing"
-            digest.update(f"{name} {told} ".encode())
+            digest_text = _hash(path, *_state(path)) if path.exists() else "missing"
+            digest.update(f"{name} {digest_text} ".encode())
     return digest.hexdigest()[:16]
 
 
@@ -169,8 +173,8 @@ def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
     """Return a function that fills an fp32 host tensor with values of the model's tensor `name`. The first call takes
     the first values; each later call continues where the call before it ended."""
     path = Path(folder)
-    with _opened(_files(path), path, name, "pt") as (file, own):
-        values, start = file.get_tensor(own).view(-1), 0  # the tensor is mapped into memory, not read
+    with _opened(_files(path), path, name, "pt") as (file, stored):
+        values, start = file.get_tensor(stored).view(-1), 0  # the tensor is mapped into memory, not read
 
     def fill(tensor: Tensor) -> Tensor:
         nonlocal start
@@ -184,8 +188,8 @@ def reading(folder: str, name: str) -> Callable[[Tensor], Tensor]:
 def _state(path: Path) -> tuple[int, int, int]:
     """Return a file's inode number, size in bytes and time of last change. If the file's content changes, at least one
     of these changes, too."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=256)
@@ -203,9 +207,9 @@ def _files(folder: Path) -> dict[str, str]:
             return _listed(folder, name, *_state(folder / name))
     pickles = sorted(path.name for path in folder.glob(PICKLES)) if folder.is_dir() else []
     if pickles:
-        told = f"{pickles[0]}, which only unpickling reads: try from_pretrained({str(folder)!r}) and save_pretrained of"
+        way = f"try from_pretrained({str(folder)!r}) and save_pretrained of transformers, into a new folder"
         raise ValueError(
-            f"--weights {folder}: expected {ALONE} or {INDEX}, got {told} transformers, into a new folder"
+            f"--weights {folder}: expected {ALONE} or {INDEX}, got {pickles[0]}, which only unpickling reads: {way}"
         )
     kind = "a folder without either" if folder.is_dir() else "no such folder"
     raise ValueError(
@@ -221,38 +225,38 @@ def _listed(folder: Path, name: str, *state: int) -> dict[str, str]:
         with _file(folder, ALONE, "np") as file:
             return dict.fromkeys(file.keys(), ALONE)
     try:
-        found = read_json((folder / INDEX).resolve())["weight_map"]
+        weight_map = read_json((folder / INDEX).resolve())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder / INDEX}: expected a weight_map, got {error!s:.80}; fetch it again"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(weight_map, dict):
         raise ValueError(
-            f"{folder / INDEX}: expected an object as weight_map, got {found!r:.80}; fetch it again"
+            f"{folder / INDEX}: expected an object as weight_map, got {weight_map!r:.80}; fetch it again"
         )
-    for name, file in found.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            told = f"tensor {name}: expected a file name without a folder, got {file!r:.80}"
-            raise ValueError(f"{folder / INDEX}: {told}; fetch it again")
-    return found
+            message = f"tensor {name}: expected a file name without a folder, got {file!r:.80}"
+            raise ValueError(f"{folder / INDEX}: {message}; fetch it again")
+    return weight_map
 
 
 @contextlib.contextmanager
 def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> Iterator[tuple[Any, str]]:
     """Yield the opened file that holds the model's tensor `name`, and the tensor's name in this file. Raises ValueError
     if there is no such tensor."""
-    for own in _names(name):
-        if own in files:
-            with _file(folder, files[own], framework) as file:
-                if own not in file.keys():  # noqa: SIM118 a file of tensors is no dictionary
+    for stored in _names(name):
+        if stored in files:
+            with _file(folder, files[stored], framework) as file:
+                if stored not in file.keys():  # noqa: SIM118 a file of tensors is no dictionary
                     raise ValueError(
-                        f"{folder / files[own]}: expected {own}, as the index says; fetch it again"
+                        f"{folder / files[stored]}: expected {stored}, as the index says; fetch it again"
                     )
-                yield file, own
+                yield file, stored
             return
-    if longer := next((own for own in files if own.endswith(f".{name}")), None):
-        told = f"got {longer}; save the files again without {longer.removesuffix(name)} before each name"
-        raise ValueError(f"{folder}: expected weights of {name}, {told}")
+    if longer := next((stored for stored in files if stored.endswith(f".{name}")), None):
+        message = f"got {longer}; save the files again without {longer.removesuffix(name)} before each name"
+        raise ValueError(f"{folder}: expected weights of {name}, {message}")
     raise ValueError(f"{folder}: expected weights of {name}, got none of this name; try --model {folder}")
 
 
@@ -276,7 +280,7 @@ def _file(folder: Path, name: str, framework: str) -> Iterator[Any]:
             f"{folder / name}: expected this file of weights, got none; fetch it again"
         ) from error
     except (OSError, SafetensorError) as error:
-        told = f"expected a file of safetensors, got {error!s:.80}"
-        raise ValueError(f"{folder / name}: {told}; fetch it again") from error
+        message = f"expected a file of safetensors, got {error!s:.80}"
+        raise ValueError(f"{folder / name}: {message}; fetch it again") from error
     with opened as file:
         yield file

@@ -47,7 +47,7 @@ from harness.models.hub_model import (
     norm_name,
     parts_of,
     place_of,
-    theirs,
+    transformers_model,
 )
 
 HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
@@ -112,7 +112,7 @@ def without_values(workload: Workload) -> Any:
     sizes = (workload.num_layers, workload.hidden_size, workload.vocab_size)
     config = hub_config.narrowed(str(workload.config), *sizes)
     with torch.device("meta"):
-        return theirs(config, torch.float32)
+        return transformers_model(config, torch.float32)
 
 
 def check_kind(causal: Any) -> None:
@@ -185,7 +185,7 @@ def prove(small: Workload) -> dict[str, tuple[float, float]]:
     model's starting values, by tensor. Raises RefusedModel if the parts compute something else than the whole."""
     torch.manual_seed(1)
     config = hub_config.narrowed(str(small.config), small.num_layers, small.hidden_size, small.vocab_size)
-    whole, ends = theirs(config, torch.float32).train(), HubEnds(small)
+    whole, ends = transformers_model(config, torch.float32).train(), HubEnds(small)
     layers = [model.new_layer(small, index) for index in range(small.num_layers)]
     prefix = prefix_of(model.whole(small))
     parts = {"": ends, **{f"{prefix}{index}.": layer for index, layer in enumerate(layers)}}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from harness.base.child_process import interrupt_here, when_closed
 from harness.base.registry import FileRegistry
@@ -39,23 +39,37 @@ KeyedJobs = list[tuple[Job, str]]  # pairs of a resolved job and its key
 ORDERED = "ordered"  # phase of a job whose worker has not yet reported
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a place that adds none to the command line."""
+
+
+class PlaceCall(NamedTuple):
+    """What a place may know of the call that makes it. `device`: the device of the call's jobs. `folders`: folders of
+    methods. `is_dry_run`: True if the place will only draft what it would submit."""
+
+    device: str
+    folders: tuple[Path, ...] = ()
+    is_dry_run: bool = False
+
+
 class Place(ABC):
     """A place that runs jobs outside this process, such as a container engine or a cluster."""
 
     # True: the place can run several jobs at once, so callers should give launch() all jobs together
     is_parallel: ClassVar[bool] = False
     uses_this_venv: bool = True  # False: the place has packages of its own
-    # The options that the place adds to the command line: for each name, the decorator that click.option() made.
-    cli_options: ClassVar[dict[str, Callable[[Any], Any]]] = {}
+    # The options that the place adds to the command line: a frozen dataclass whose fields declare flags (opt()).
+    cli_options: ClassVar[type] = NoOptions
 
     @classmethod
     @abstractmethod
-    def of(cls, options: dict[str, Any], device: str) -> Place:
-        """Return the place for jobs on this device. `options`: the values of the command line's options, by name.
+    def of(cls, options: Any, call: PlaceCall) -> Place:
+        """Return the place for the jobs of a call. `options`: the values of the place's own options, a `cli_options`.
         Raises Unavailable if the place cannot be reached."""
 
     @classmethod
-    def asks_for_gpus(cls, options: dict[str, Any]) -> bool:
+    def asks_for_gpus(cls, options: Any) -> bool:
         """Return True if the place's own options ask for GPUs. `options`: as in of()."""
         return False
 
