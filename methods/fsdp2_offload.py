@@ -89,17 +89,38 @@ class Fsdp2Offload(Method):
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(workload, "upstream: torch.distributed.fsdp", "torch AdamW, fused, host")
 
+    def _sharded_model(self, workload: Workload, device: str):
+        """Return the model, each of whose layers is a group of FSDP2, without values, on the host."""
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        from harness.models.gpt import DTYPES
+        from harness.models.model import whole
+
+        dtype = DTYPES[workload.dtype]
+        settings: dict[str, Any] = {
+            "mesh": init_device_mesh(device, (self.world_size,)),
+            "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda"),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=None if workload.dtype == "fp32" else dtype,
+                reduce_dtype=torch.float32 if self.reduce_dtype == "fp32" else dtype,
+            ),
+        }
+        model = whole(replace(workload, dtype="fp32"))
+        for layer in model.layers:
+            fully_shard(layer, **settings, reshard_after_forward=self.reshard_after_forward)
+        fully_shard(model, **settings)
+        return model.to_empty(device="cpu")
+
     def train(self, workload: Workload, batches, device: str) -> Training:
         import torch
         import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
         from torch.distributed.tensor import DTensor
 
         from harness.devices.exchange import leave_others, norm_over_ranks
         from harness.devices.streams import require_device
-        from harness.models.gpt import DTYPES, adamw, initialize, initials
-        from harness.models.model import whole
+        from harness.models.gpt import adamw
         from methods.offload.clip import clip_factor, global_norm, norms_of
         from methods.shared.loss_scale import LossScale
 
@@ -112,25 +133,9 @@ class Fsdp2Offload(Method):
         dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))
         rank = dist.get_rank()
         try:
-            mesh = init_device_mesh(device, (num_ranks,))
-            half = DTYPES[workload.dtype] if workload.dtype != "fp32" else None
-            summed = torch.float32 if self.reduce_dtype == "fp32" else DTYPES[workload.dtype]
-            offload, mixed = CPUOffloadPolicy(pin_memory=on_gpu), MixedPrecisionPolicy(half, summed)
-            settings: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": mixed}
-            model = whole(replace(workload, dtype="fp32"))
-            for layer in model.layers:
-                fully_shard(layer, **settings, reshard_after_forward=self.reshard_after_forward)
-            fully_shard(model, **settings)
-            model.to_empty(device="cpu")
-            # fully_shard() has made them DTensors
-            parameters: list[tuple[str, Any]] = list(model.named_parameters())
-            if num_ranks == 1:
-                initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
-            else:
-                drawn = initials(((name, p.shape) for name, p in parameters), workload)
-                for (_, p), start in zip(parameters, drawn, strict=True):
-                    for part in start.chunk(num_ranks)[rank : rank + 1]:
-                        p.to_local().detach().copy_(part)
+            model = self._sharded_model(workload, device)
+            parameters: list[tuple[str, Any]] = list(model.named_parameters())  # DTensors
+            _set_starts(parameters, workload, rank, num_ranks)
             optimizer = adamw(model.parameters())
             scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
@@ -159,13 +164,26 @@ class Fsdp2Offload(Method):
                 if num_ranks > 1:
                     dist.all_reduce(mean)
                 yield scale.step(mean, norm, is_skipped=is_skipped)
-            all_of: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
+            whole_of: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
             columns = ((name, p.detach(), optimizer.state[p]) for name, p in parameters)
             states = (
-                TensorState(name, *map(all_of, (p, state["exp_avg"], state["exp_avg_sq"])))
+                TensorState(name, *map(whole_of, (p, state["exp_avg"], state["exp_avg_sq"])))
                 for name, p, state in columns
             )
             # Every rank must iterate over the states, because all ranks gather; only rank 0 returns the tensors.
             return Trained([state for state in states if rank == 0])
         finally:
             leave_others()
+
+
+def _set_starts(parameters: list[tuple[str, Any]], workload: Workload, rank: int, num_ranks: int) -> None:
+    """Set this rank's part of each parameter to the harness's starting value."""
+    from harness.models.gpt import initialize, initials
+
+    if num_ranks == 1:
+        initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
+        return
+    drawn = initials(((name, p.shape) for name, p in parameters), workload)
+    for (_, p), start in zip(parameters, drawn, strict=True):
+        for part in start.chunk(num_ranks)[rank : rank + 1]:
+            p.to_local().detach().copy_(part)

@@ -16,6 +16,7 @@ import math
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from harness.base.counted import counted
 from harness.core.job import (
@@ -269,29 +270,67 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 def _build(method: MegatronLM, workload: Workload, device: str):
     """Return a GPTModel and Megatron's optimizer for it. The model has the harness's starting values and Megatron's
     gradient buffers."""
-    import torch
-    import torch.nn.functional as F
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from harness.models.gpt import DTYPES, initials
     from methods.engines import megatron
 
-    sizes, is_gpt = megatron_names.sizes_of(workload), workload.config is None
-    on_gpu, dtype, is_mixed = device == "cuda", DTYPES[workload.dtype], workload.dtype != "fp32"
-    precision = {"bf16": workload.dtype == "bf16", "fp16": workload.dtype == "fp16", "params_dtype": dtype}
-    tensor_parallel.model_parallel_cuda_manual_seed(workload.seed, inference_rng_tracker=not on_gpu)
-    config = TransformerConfig(
+    is_gpt = workload.config is None
+    tensor_parallel.model_parallel_cuda_manual_seed(workload.seed, inference_rng_tracker=device != "cuda")
+    config = _transformer_config(method, workload, device)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(method, workload, device),
+        vocab_size=workload.vocab_size,
+        max_sequence_length=workload.seq_len,
+        position_embedding_type="learned_absolute" if is_gpt else "rope",
+        share_embeddings_and_output_weights=megatron_names.sizes_of(workload).is_tied,
+        parallel_output=True,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    if not is_gpt:
+        model.rotary_pos_emb.inv_freq = megatron.inverse_frequencies(workload)
+    starts = _set_starts(method, workload, model)
+    model = _with_gradient_buffers(method, workload, config, model.to(device))
+    optimizer = _optimizer(method, workload, model)
+    if workload.dtype != "fp32":
+        # Main weights begin at the fp32 starting values, not at values rounded to 16 bits.
+        for name, parameter in _named(method, workload, model):
+            megatron.set_main(optimizer, parameter, starts[name])
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
+    return model, optimizer
+
+
+def _with_gradient_buffers(method: MegatronLM, workload: Workload, config: Any, model: Any):
+    """Return the model in megatron-core's wrappers, of 16-bit models and of models whose gradients are summed."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    gradients = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=method.distributed_optimizer
+    )
+    chunk = model if workload.dtype == "fp32" else Float16Module(config, model)
+    return DistributedDataParallel(config, gradients, chunk)
+
+
+def _precision(workload: Workload) -> dict[str, Any]:
+    """Return the arguments that tell megatron-core's model and its optimizer the dtype."""
+    from harness.models.gpt import DTYPES
+
+    dtype = workload.dtype
+    return {"bf16": dtype == "bf16", "fp16": dtype == "fp16", "params_dtype": DTYPES[dtype]}
+
+
+def _transformer_config(method: MegatronLM, workload: Workload, device: str):
+    """Return megatron-core's configuration of the workload's model."""
+    import torch.nn.functional as F
+    from megatron.core.transformer import TransformerConfig
+
+    precision = _precision(workload)
+    sizes, is_gpt, on_gpu = megatron_names.sizes_of(workload), workload.config is None, device == "cuda"
+    return TransformerConfig(
         num_layers=workload.num_layers,
         hidden_size=workload.hidden_size,
         num_attention_heads=workload.num_heads,
@@ -311,8 +350,7 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         use_cpu_initialization=True,
         perform_initialization=False,
         **precision,
-        # These fused kernels are off: they need Apex or Transformer Engine, or compute another GELU than the harness's
-        # model.
+        # Fused kernels that need Apex or Transformer Engine, or compute another GELU than the harness's model.
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -321,77 +359,81 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         tensor_model_parallel_size=method.tensor_parallel,
         sequence_parallel=method.sequence_parallel,
         pipeline_model_parallel_size=method.pipeline_parallel,
-        pipeline_dtype=dtype,
+        pipeline_dtype=precision["params_dtype"],
         batch_p2p_comm=on_gpu,
         deallocate_pipeline_outputs=method.pipeline_parallel > 1,
         **(RECOMPUTE if on_gpu else {}),
     )
+
+
+def _layer_spec(method: MegatronLM, workload: Workload, device: str):
+    """Return the parts of which megatron-core makes a layer: its own, but for the attention and, where megatron-core
+    has none for these tensors, the norm; on a CPU with a recompute by torch."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from methods.engines import megatron
+
+    is_gpt, norms_heads = workload.config is None, megatron_names.sizes_of(workload).norms_heads
     spec = get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = megatron.FusedAttention
-    if not on_gpu:
+    if device != "cuda":
         spec.module = _recomputed_layer()
-    if method.sequence_parallel or not is_gpt:
-        norm = megatron.ShardedNorm if is_gpt else megatron.RootMeanSquareNorm
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-        if sizes.norms_heads:
-            attention.q_layernorm = attention.k_layernorm = norm
-        spec = TransformerBlockSubmodules([spec] * _num_layers(method, workload), layer_norm=norm)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=workload.vocab_size,
-        max_sequence_length=workload.seq_len,
-        position_embedding_type="learned_absolute" if is_gpt else "rope",
-        share_embeddings_and_output_weights=sizes.is_tied,
-        parallel_output=True,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
-    if not is_gpt:
-        model.rotary_pos_emb.inv_freq = megatron.inverse_frequencies(workload)
-    starts = {}
+    if not method.sequence_parallel and is_gpt:
+        return spec
+    norm = megatron.ShardedNorm if is_gpt else megatron.RootMeanSquareNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    if norms_heads:
+        attention.q_layernorm = attention.k_layernorm = norm
+    return TransformerBlockSubmodules([spec] * _num_layers(method, workload), layer_norm=norm)
+
+
+def _set_starts(method: MegatronLM, workload: Workload, model: Any) -> dict[str, Any]:
+    """Set a rank's parameters to the harness's starting values. Return these values in fp32, by the parameters' names;
+    none if the model itself is fp32."""
+    import torch
+
+    from harness.models.gpt import initials
+    from methods.engines import megatron
+
+    sizes, starts = megatron_names.sizes_of(workload), {}
+    named = dict(_named(method, workload, model))
+    shapes_of = {name: shapes for name, _, shapes in _tensors(method, workload)}
+    drawn = initials((pair for name in named for pair in shapes_of[name].items()), workload)
     with torch.no_grad():
-        named = dict(_named(method, workload, model))
-        held = {name: shapes for name, _, shapes in _tensors(method, workload)}
-        drawn = initials((pair for name in named for pair in held[name].items()), workload)
         for name, parameter in named.items():
             megatron.mark_shard(name, parameter)
-            start = megatron.shard_of(name, megatron.joined(name, [next(drawn) for _ in held[name]], sizes))
+            whole = megatron.joined(name, [next(drawn) for _ in shapes_of[name]], sizes)
+            start = megatron.shard_of(name, whole)
             parameter.copy_(start)
-            if is_mixed:
+            if workload.dtype != "fp32":
                 starts[name] = start
-    model.to(device)
-    chunk = Float16Module(config, model) if is_mixed else model
-    shares = {"use_distributed_optimizer": method.distributed_optimizer}
-    model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **shares), chunk
+    return starts
+
+
+def _optimizer(method: MegatronLM, workload: Workload, model: Any):
+    """Return megatron-core's optimizer, with the reference's AdamW and loss scale."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        lr=workload.learning_rate,
+        weight_decay=WEIGHT_DECAY,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_eps=EPSILON,
+        clip_grad=workload.clip_norm,
+        **_precision(workload),
+        hysteresis=1,
+        initial_loss_scale=INITIAL_LOSS_SCALE,
+        loss_scale_window=workload.loss_scale_window or LOSS_SCALE_WINDOW,
+        use_distributed_optimizer=method.distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=workload.learning_rate,
-            weight_decay=WEIGHT_DECAY,
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            adam_eps=EPSILON,
-            clip_grad=workload.clip_norm,
-            **precision,
-            hysteresis=1,
-            initial_loss_scale=INITIAL_LOSS_SCALE,
-            loss_scale_window=workload.loss_scale_window or LOSS_SCALE_WINDOW,
-            **shares,
-        ),
-        [model],
-    )
+    optimizer = get_megatron_optimizer(config, [model])
     for group in optimizer.param_groups:
         # Apply the multiplier (0 for biases and norms) here: Megatron's scheduler, which would apply it, is not used.
         group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]
-    if is_mixed:
-        # Main weights begin at the fp32 starting values, not at values rounded to 16 bits.
-        for name, parameter in _named(method, workload, model):
-            megatron.set_main(optimizer, parameter, starts[name])
-    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
-    return model, optimizer
+    return optimizer
 
 
 def _recomputed_layer():
