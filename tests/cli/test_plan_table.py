@@ -24,15 +24,17 @@ from tests.support.cli import jobs_of, run
 SMALL = ["-l", "4", "-h", "128", "--seq", "64", "--vocab", "512", "--heads", "4"]
 
 
-def plan(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[dict[str, Any]]:
-    monkeypatch.setattr(sys, "argv", ["run.sh", "plan", *words, "--json"])
+def plan(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> list[dict[str, Any]]:
+    monkeypatch.setattr(sys, "argv", ["run.sh", "plan", *arguments, "--json"])
     main()
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def fails(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+def fails(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     """The one line on standard error of a call that ends with exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["run.sh", *words])
+    monkeypatch.setattr(sys, "argv", ["run.sh", *arguments])
     with pytest.raises(SystemExit) as end:
         main()
     captured = capsys.readouterr()
@@ -42,9 +44,9 @@ def fails(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *words
 
 
 def test_every_method_has_a_row_by_kind_that_adds_up(capsys, monkeypatch) -> None:
-    found = plan(capsys, monkeypatch, "-m", "all", *SMALL)
-    assert [row["method"] for row in found] == method.names()
-    for row in found:
+    rows = plan(capsys, monkeypatch, "-m", "all", *SMALL)
+    assert [row["method"] for row in rows] == method.names()
+    for row in rows:
         for memory in ("device", "host", "disk"):
             assert (
                 set(row[memory]) <= set(STATE_KINDS) and sum(row[memory].values()) == row[f"{memory}_bytes"]
@@ -65,13 +67,13 @@ def test_the_largest_depth_fits_and_one_layer_more_does_not(capsys, monkeypatch)
 
 def test_a_resident_run_is_bound_by_the_device_and_a_streamed_one_by_the_host(capsys, monkeypatch) -> None:
     budget = ["--device-memory", "16MiB", "--host-memory", "64MiB"]
-    found = plan(capsys, monkeypatch, "-m", "resident,l2l,stronghold", *SMALL, *budget)
-    assert {row["method"]: row["binding"] for row in found} == {
+    rows = plan(capsys, monkeypatch, "-m", "resident,l2l,stronghold", *SMALL, *budget)
+    assert {row["method"]: row["binding"] for row in rows} == {
         "resident": "device",
         "l2l": "host",
         "stronghold": "host",
     }
-    largest = {row["method"]: row["largest_layers"] for row in found}
+    largest = {row["method"]: row["largest_layers"] for row in rows}
     assert largest["resident"] < largest["l2l"] <= largest["stronghold"]
 
 
@@ -82,8 +84,8 @@ def test_a_size_that_cannot_be_has_its_reason(capsys, monkeypatch) -> None:
 
 @pytest.mark.heavy
 def test_the_exact_device_peak_comes_with_it_where_a_method_can_rehearse(capsys, monkeypatch) -> None:
-    ours, engine = plan(capsys, monkeypatch, "-m", "l2l,zero-offload", *SMALL, "--exact")
-    assert ours["exact"]["device_bytes"] == pytest.approx(ours["device_bytes"], rel=0.1)
+    l2l, engine = plan(capsys, monkeypatch, "-m", "l2l,zero-offload", *SMALL, "--exact")
+    assert l2l["exact"]["device_bytes"] == pytest.approx(l2l["device_bytes"], rel=0.1)
     assert "has no memory rehearsal" in engine["exact"]["unavailable"]
 
 
@@ -126,25 +128,29 @@ MACHINE = "mine: {device_memory: 24GiB, facts: {gpu_tflops: 9, link_gb_per_secon
 def test_the_memories_that_are_assumed_and_where_each_is_from(tmp_path: Path, verb: str) -> None:
     """By hand: (24 - 0.25) * 31 / 32 = 23.0 GiB; who asks for memories is told so."""
     (file := tmp_path / "mine.yaml").write_text(MACHINE)
-    words = (verb, "-m", "resident", "-l", "2", "--machine")
+    arguments = (verb, "-m", "resident", "-l", "2", "--machine")
 
-    def told(*words: object) -> str:
+    def memories(*arguments: object) -> str:
         return next(
-            line for line in run(*words).stdout.splitlines() if line.startswith("memories that plans fill: ")
+            line
+            for line in run(*arguments).stdout.splitlines()
+            if line.startswith("memories that plans fill: ")
         )
 
     entry = f"mine in {file}"
-    line = told(*words, "mine", "--machines", file)
+    line = memories(*arguments, "mine", "--machines", file)
     assert (
         f"device 23.0 GiB ({entry}: 24GiB, less a reserve); host 64.0 GiB (assumed: {entry} has none;" in line
     )
-    line = told(*words, "v100-vm")
+    line = memories(*arguments, "v100-vm")
     assert line.endswith(
         "29.9 GiB (v100-vm in machines.yaml: 31900MiB, less a reserve); host 90.4 GiB (v100-vm in machines.yaml)"
     )
-    assert "host 9.0 GiB (--host-memory)" in told(*words, "mine", "--machines", file, "--host-memory", "9GiB")
-    assert "(--device-memory" in told(*words, "v100-vm", "--device-memory", "9GiB")
-    assert f"host {gib(machine.host_bytes())} (this machine's" in told(*words[:-1])
+    assert "host 9.0 GiB (--host-memory)" in memories(
+        *arguments, "mine", "--machines", file, "--host-memory", "9GiB"
+    )
+    assert "(--device-memory" in memories(*arguments, "v100-vm", "--device-memory", "9GiB")
+    assert f"host {gib(machine.host_bytes())} (this machine's" in memories(*arguments[:-1])
 
 
 @pytest.mark.parametrize("verb", ["plan", "advise"])
@@ -156,8 +162,8 @@ def test_a_part_of_a_gpu_is_told_as_one(verb: str) -> None:
 
 
 def test_several_ranks_are_planned_on_a_named_machine(capsys, monkeypatch) -> None:
-    words = ["-m", "varuna", "-l", "32", "--machine", "rtx3090"]
-    alone, four = (plan(capsys, monkeypatch, *words, *more)[0] for more in ([], ["--ranks", "4"]))
+    arguments = ["-m", "varuna", "-l", "32", "--machine", "rtx3090"]
+    alone, four = (plan(capsys, monkeypatch, *arguments, *more)[0] for more in ([], ["--ranks", "4"]))
     assert not alone["fits"] and four["fits"] and four["options"]["num_stages"] > 1
 
 
@@ -171,8 +177,8 @@ def test_a_plan_needs_no_torch() -> None:
 
 
 def test_the_published_machine_tells_what_bound_the_published_runs(capsys, monkeypatch) -> None:
-    found = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "--machine", "v100-vm")
-    published = {row["published"]["method"]: row["published"] for row in found if "published" in row}
+    rows = plan(capsys, monkeypatch, "-m", "resident", "-l", "32", "--machine", "v100-vm")
+    published = {row["published"]["method"]: row["published"] for row in rows if "published" in row}
     assert {name: (row["published_layers"], row["binding"]) for name, row in published.items()} == {
         "Megatron-LM": (32, "device"),
         "L2L": (78, "device"),
@@ -192,11 +198,11 @@ def test_resident_training_of_the_published_size_fits_the_published_machine(caps
 
 
 def test_a_machines_budgets_are_defaults(capsys, monkeypatch) -> None:
-    words = ["-m", "resident", "-l", "32", "--machine", "v100-vm"]
-    (wide, *_) = plan(capsys, monkeypatch, *words, "--device-memory", "80GiB")
-    (own, *_) = plan(capsys, monkeypatch, *words)
-    assert wide["largest_layers"] > own["largest_layers"]
-    assert plan(capsys, monkeypatch, *words[:-2], "--gpu", "V100 VM")[0] == own  # as advise spells it
+    arguments = ["-m", "resident", "-l", "32", "--machine", "v100-vm"]
+    (wide, *_) = plan(capsys, monkeypatch, *arguments, "--device-memory", "80GiB")
+    (listed, *_) = plan(capsys, monkeypatch, *arguments)
+    assert wide["largest_layers"] > listed["largest_layers"]
+    assert plan(capsys, monkeypatch, *arguments[:-2], "--gpu", "V100 VM")[0] == listed  # as advise spells it
 
 
 def test_a_machine_of_ones_own_is_an_entry(tmp_path: Path) -> None:
@@ -254,15 +260,15 @@ def test_a_machine_with_a_device_is_simulated_where_there_is_none() -> None:
 
 def test_where_megatron_lm_holds_less_than_was_published_the_reason_is_said() -> None:
     """By hand: 32 layers are 1.717 B parameters; 20 bytes of each are 32.0 GiB, 16 are 25.6, of 29.9."""
-    told = run("plan", "-m", "megatron-lm", "-l", "32", "--machine", "v100-vm").stdout
-    assert "-l 29" in told and "Megatron-LM here: 20 bytes a parameter instead of 16: without Apex" in told
+    text = run("plan", "-m", "megatron-lm", "-l", "32", "--machine", "v100-vm").stdout
+    assert "-l 29" in text and "Megatron-LM here: 20 bytes a parameter instead of 16: without Apex" in text
     assert 16 * Workload(num_layers=32).num_params < 29.9 * GIB < 20 * Workload(num_layers=32).num_params
 
 
-@pytest.mark.parametrize(("names", "told"), [("l2l", []), ("l2l,stronghold", ["stronghold"])])
-def test_seconds_that_a_plan_foretells_are_told_apart_from_bounds(names: str, told: list[str]) -> None:
+@pytest.mark.parametrize(("names", "methods"), [("l2l", []), ("l2l,stronghold", ["stronghold"])])
+def test_seconds_that_a_plan_foretells_are_told_apart_from_bounds(names: str, methods: list[str]) -> None:
     lines = run("plan", "-m", names, "-l", "32", "--machine", "v100-vm").stdout.splitlines()
-    assert [line.split()[2].rstrip(":") for line in lines if line.startswith("seconds of ")] == told
+    assert [line.split()[2].rstrip(":") for line in lines if line.startswith("seconds of ")] == methods
 
 
 def test_no_step_is_planned_shorter_than_its_arithmetic_its_copies_or_the_hosts_adam() -> None:
@@ -308,9 +314,9 @@ def test_the_bound_is_below_the_published_times_of_what_trained() -> None:
 
 
 def test_dropout_takes_room_of_a_simulated_device_and_none_of_a_gpu(capsys, monkeypatch) -> None:
-    words = ["-m", "resident", *SMALL, "--device-memory", "16MiB", "--host-memory", "64MiB"]
-    without, with_it = (plan(capsys, monkeypatch, *words, "--dropout", rate)[0] for rate in ("0", "0.1"))
+    arguments = ["-m", "resident", *SMALL, "--device-memory", "16MiB", "--host-memory", "64MiB"]
+    without, with_it = (plan(capsys, monkeypatch, *arguments, "--dropout", rate)[0] for rate in ("0", "0.1"))
     assert with_it["largest_layers"] < without["largest_layers"]
-    words = ["-m", "megatron-lm", "-l", "8", "--machine", "v100-vm"]
-    without, with_it = (plan(capsys, monkeypatch, *words, "--dropout", rate)[0] for rate in ("0", "0.1"))
+    arguments = ["-m", "megatron-lm", "-l", "8", "--machine", "v100-vm"]
+    without, with_it = (plan(capsys, monkeypatch, *arguments, "--dropout", rate)[0] for rate in ("0", "0.1"))
     assert with_it["largest_layers"] == without["largest_layers"] == 29

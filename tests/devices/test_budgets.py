@@ -31,15 +31,15 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [("--host-memory 64MiB", "the smallest budget is "), ("--host-memory 64TiB", "at most ")],
 )
 def test_a_budget_that_no_run_could_keep_is_one_line_and_exit_2(
-    tmp_path: Path, words: str, told: str
+    tmp_path: Path, arguments: str, message: str
 ) -> None:
-    done = run(*WORDS, *words.split(), "--device", "cpu", "--results", str(tmp_path / "new"))
+    done = run(*WORDS, *arguments.split(), "--device", "cpu", "--results", str(tmp_path / "new"))
     assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and told in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and message in done.stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -85,14 +85,14 @@ def test_two_devices_train_in_the_host_memory_that_their_plan_needs_and_the_reco
 ) -> None:
     """The pages that the devices' processes share count once."""
     make_memory_group(64 * MIB)  # skips where no group can be made
-    words = "-m hydra -l 4 -h 128 --seq 256 -b 4 --heads 4 --devices 2 --device cpu".split()
-    row = json.loads(run("plan", *words, "--json").stdout)
+    arguments = "-m hydra -l 4 -h 128 --seq 256 -b 4 --heads 4 --devices 2 --device cpu".split()
+    row = json.loads(run("plan", *arguments, "--json").stdout)
     needs = 2 * row["device_bytes"] + row["host_bytes"]
     budget = MIB + 2 * room.baseline_bytes("cpu") + needs * room.HEAP_PARTS // (room.HEAP_PARTS - 1)
-    words += ["--steps", "3", "--no-probe", "--results", str(tmp_path)]
-    done = run(*words, "--host-memory", f"{budget // MIB}MiB")
+    arguments += ["--steps", "3", "--no-probe", "--results", str(tmp_path)]
+    done = run(*arguments, "--host-memory", f"{budget // MIB}MiB")
     assert done.returncode == 0, done.stdout
-    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.method == "hydra")
+    (record,) = (record for record in read_all(tmp_path)[0].values() if record.job.method == "hydra")
     assert needs < record.host_peak_bytes <= budget
 
 
@@ -152,11 +152,11 @@ def test_what_is_no_file_of_locks_is_refused_and_not_waited_for(
     assert (locks / "own").read_text() == "kept"
 
 
-def waiting(job: Job, order: list[str], lines: list[str], **words) -> threading.Thread:
+def waiting(job: Job, order: list[str], lines: list[str], **terms) -> threading.Thread:
     """A thread that takes a turn once it may."""
 
     def second() -> None:
-        with device_lock.turn(job, lambda event: lines.append(event["text"]), **words):
+        with device_lock.turn(job, lambda event: lines.append(event["text"]), **terms):
             order.append("second")
 
     thread = threading.Thread(target=second)
@@ -229,7 +229,7 @@ def test_jobs_take_several_gpus_in_one_order(locks: Path, monkeypatch: pytest.Mo
     for visible in ("0,1", "1,0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with device_lock.turn(Job("some", TINY, {"world_size": 2}, device="cuda"), print) as held:
-            orders.append([each.path.name for each in held.held])
+            orders.append([device.path.name for device in held.held])
     assert orders == [["harness-GPU-a.lock", "harness-GPU-b.lock"]] * 2
 
 
@@ -304,9 +304,13 @@ with turn(Job("some", Workload()), print):
 
 @pytest.mark.heavy
 def test_a_reader_that_goes_away_interrupts_the_run(tmp_path: Path) -> None:
-    words = " ".join([*WORDS, "--steps", "20000", "--results", str(tmp_path)])
+    arguments = " ".join([*WORDS, "--steps", "20000", "--results", str(tmp_path)])
     done = subprocess.run(
-        f"{sys.executable} -m harness {words} | head -1", cwd=ROOT, shell=True, capture_output=True, text=True
+        f"{sys.executable} -m harness {arguments} | head -1",
+        cwd=ROOT,
+        shell=True,
+        capture_output=True,
+        text=True,
     )
     assert done.stderr == "" and len(done.stdout.splitlines()) == 1
     (record,) = read_all(tmp_path)[0].values()
@@ -337,17 +341,17 @@ def test_the_baseline_is_what_importing_torch_takes() -> None:
 def test_the_baseline_is_measured_once_for_a_set_up_not_in_each_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    devices: list[str] = []
     monkeypatch.setattr(room, "BASELINES", tmp_path / "baselines.json")
-    monkeypatch.setattr(room, "ask", lambda module, device: asked.append(device) or 100 * MIB)
+    monkeypatch.setattr(room, "ask", lambda module, device: devices.append(device) or 100 * MIB)
 
     def call(device: str) -> int:
         room.baseline_bytes.cache_clear()  # as a new process
         return room.baseline_bytes(device)
 
-    assert call("cpu") == call("cpu") == call("cuda") == 100 * MIB and asked == ["cpu", "cuda"]
+    assert call("cpu") == call("cpu") == call("cuda") == 100 * MIB and devices == ["cpu", "cuda"]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # of another set-up
-    assert call("cpu") == 100 * MIB and asked == ["cpu", "cuda", "cpu"]
+    assert call("cpu") == 100 * MIB and devices == ["cpu", "cuda", "cpu"]
     for text in ("no JSON", "[1]", '{"cpu": null}'):
         (tmp_path / "baselines.json").write_text(text)
         assert call("cpu") == 100 * MIB
@@ -407,8 +411,8 @@ def test_page_locked_memory_beyond_the_budget_is_out_of_memory_without_a_memory_
     with pytest.raises(MemoryError) as raised:
         budgets.check_taken(job, before)
     failure = failures.of_exception(raised.value, "drain", {"host_limit_bytes": 1000 * MIB})
-    told = {"resource": "pinned", "in_use_bytes": (anonymous + shared) * MIB, "limit_bytes": 1000 * MIB}
-    assert failure.status == "oom-host" and told.items() <= failure.evidence.items()
+    evidence = {"resource": "pinned", "in_use_bytes": (anonymous + shared) * MIB, "limit_bytes": 1000 * MIB}
+    assert failure.status == "oom-host" and evidence.items() <= failure.evidence.items()
 
 
 SHARES = """

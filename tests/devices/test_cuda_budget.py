@@ -63,14 +63,14 @@ def test_the_budget_that_a_refusal_names_suffices_and_less_does_not(gpu: FakeGpu
 
 
 def test_the_cap_and_what_was_measured_are_on_record(gpu: FakeGpu) -> None:
-    found = budgets._cap_device(4 * GIB)
+    limits = budgets._cap_device(4 * GIB)
     cap = 4 * GIB - cuda_budget.CONTEXT_BYTES
     assert gpu.cap_bytes == pytest.approx(cap, abs=1)
     assert (
-        f"at {cap} bytes" in found["device"]
-        and f"fill {cuda_budget.tensor_bytes(4 * GIB)}" in found["device"]
+        f"at {cap} bytes" in limits["device"]
+        and f"fill {cuda_budget.tensor_bytes(4 * GIB)}" in limits["device"]
     )
-    assert found["device_context"] == f"{768 * MIB} bytes planned, {500 * MIB} measured"
+    assert limits["device_context"] == f"{768 * MIB} bytes planned, {500 * MIB} measured"
 
 
 def test_the_cap_ends_with_training_because_the_inspection_takes_memory_of_its_own(gpu: FakeGpu) -> None:
@@ -83,8 +83,8 @@ def test_a_measured_context_takes_the_place_of_the_stated_one(gpu: FakeGpu) -> N
     machine.keep_calibration(
         {**entry(Workload(), 1e12), "device": "cuda", "measured": {"context_bytes": 600 * MIB}}
     )
-    found = room.room_within(Budget(4 * GIB), "cuda").device_bytes
-    assert found == cuda_budget.tensor_bytes(4 * GIB, 600 * MIB) > cuda_budget.tensor_bytes(4 * GIB)
+    fills = room.room_within(Budget(4 * GIB), "cuda").device_bytes
+    assert fills == cuda_budget.tensor_bytes(4 * GIB, 600 * MIB) > cuda_budget.tensor_bytes(4 * GIB)
     budgets._cap_device(4 * GIB)
     assert gpu.cap_bytes == pytest.approx(4 * GIB - 600 * MIB, abs=1)
 
@@ -108,16 +108,18 @@ def test_jobs_for_a_gpu_elsewhere_have_no_limit_where_no_gpu_is_here(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "told"), [("cuda", 8, 7.25), ("cuda", None, 79.560546875), ("cpu", 8, 8)]
+    ("device", "budget_gib", "limit_gib"), [("cuda", 8, 7.25), ("cuda", None, 79.560546875), ("cpu", 8, 8)]
 )
 def test_a_peak_is_compared_with_what_the_allocator_may_reserve(
-    gpu: FakeGpu, device: str, asked: int | None, told: float
+    gpu: FakeGpu, device: str, budget_gib: int | None, limit_gib: float
 ) -> None:
     """By hand: 768 MiB less than 8 GiB, or all 80 GiB less 450 MiB. An allocator that fills its cap is not over it."""
-    job = Job("resident", Workload(num_layers=1), budget=Budget(asked and asked * GIB), device=device)
-    record = Record(job, "", peaks={"device_reserved": int(told * GIB)}, status="ok")
-    assert room.device_limit_bytes(job) == told * GIB
-    size = gib(int(told * GIB))
+    job = Job(
+        "resident", Workload(num_layers=1), budget=Budget(budget_gib and budget_gib * GIB), device=device
+    )
+    record = Record(job, "", peaks={"device_reserved": int(limit_gib * GIB)}, status="ok")
+    assert room.device_limit_bytes(job) == limit_gib * GIB
+    size = gib(int(limit_gib * GIB))
     assert f"device peak {size} of {size}" in closing_line(record)
 
 
@@ -164,8 +166,8 @@ def test_memory_that_other_programs_take_of_the_gpu_is_told_with_the_budget_that
 ) -> None:
     """A display's memory, of which NVML names no process. Of 80 GiB the driver takes 450 MiB."""
     gpu.reserved_bytes = taken
-    told = room.warnings_beside(Job("stronghold", Workload(), budget=Budget(budget), device="cuda"), {})
-    assert [re.search(r"--device-memory (\d+)MiB", text)[1] for text in told] == [str(named)] * (
+    warnings = room.warnings_beside(Job("stronghold", Workload(), budget=Budget(budget), device="cuda"), {})
+    assert [re.search(r"--device-memory (\d+)MiB", text)[1] for text in warnings] == [str(named)] * (
         named is not None
     )  # type: ignore[index]
 
@@ -189,13 +191,13 @@ def test_below_the_context_a_job_is_refused_by_the_least_budget_not_by_its_plan(
 @pytest.mark.parametrize("name", named_machines.names())
 def test_plans_and_advice_fill_one_number_of_a_named_machine(gpu: FakeGpu, name: str) -> None:
     """What the file says is beside the context; on a GPU, simulated, and in advice all of it but the reserve."""
-    there = named_machines.load(name)
+    named = named_machines.load(name)
     fills = {
-        device: room.room_within(there.budget_on(device), device).device_bytes
+        device: room.room_within(named.budget_on(device), device).device_bytes
         for device in ("cuda", "sim", "cpu")
     }
     fills["advice"] = named_place(name, Budget()).room_for(Workload()).device_bytes
-    size = re.fullmatch(r"([\d.]+)(MiB|GiB)", str(there.device_memory))
+    size = re.fullmatch(r"([\d.]+)(MiB|GiB)", str(named.device_memory))
     assert size
     whole = int(float(size[1]) * {"MiB": MIB, "GiB": GIB}[size[2]])
     assert set(fills.values()) == {(whole - 256 * MIB) * 31 // 32}

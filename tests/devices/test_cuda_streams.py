@@ -44,10 +44,10 @@ def running(cuda: FakeCuda) -> Iterator[FakeCuda]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """Of 32 GiB, its memory by NVML and by torch.cuda."""
-    found = FakeGpu(32 * GIB, 0, 0)
-    found.install_nvml(monkeypatch)
-    found.install_functions(monkeypatch)
-    return found
+    gpu = FakeGpu(32 * GIB, 0, 0)
+    gpu.install_nvml(monkeypatch)
+    gpu.install_functions(monkeypatch)
+    return gpu
 
 
 def trained(cuda: FakeCuda, method: str, workload: Any, **options: Any) -> TrainingResult:
@@ -120,7 +120,7 @@ def test_an_ordering_bug_is_found_a_second_way(cuda: FakeCuda, bug: Bug) -> None
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "told"),
+    ("file", "old", "new", "rule"),
     [
         # The thread's current stream is not the one that the events are of.
         ("methods/offload/transfer.py", "with device.streams.use(stream):", "if True:", "without a wait"),
@@ -135,11 +135,11 @@ def test_an_ordering_bug_is_found_a_second_way(cuda: FakeCuda, bug: Bug) -> None
     ],
     ids=["current stream", "freed while in use", "events"],
 )
-def test_a_bug_against_a_rule_is_found(cuda: FakeCuda, file: str, old: str, new: str, told: str) -> None:
+def test_a_bug_against_a_rule_is_found(cuda: FakeCuda, file: str, old: str, new: str, rule: str) -> None:
     options = {"placement": "W4", "window_size": 2, "clipping": "speculate"}
     with planting.planted(file, old, new):
         trained(cuda, "stronghold", tiny(num_layers=4, clip_norm=100.0), **options)
-    assert any(told in broken for broken in cuda.broken), list(cuda.broken)
+    assert any(rule in broken for broken in cuda.broken), list(cuda.broken)
 
 
 def test_streams_of_another_device_are_found(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,16 +185,16 @@ def test_only_a_lack_of_memory_to_lock_is_called_one(
 def test_a_lock_that_is_refused_leaves_no_error_for_the_next_launch(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[int] = []
+    codes: list[int] = []
 
-    def launch(*sizes: Any, **words: Any) -> torch.Tensor:
-        if "device" in words and told:
-            told.clear()
+    def launch(*sizes: Any, **options: Any) -> torch.Tensor:
+        if "device" in options and codes:
+            codes.clear()
             raise RuntimeError("CUDA error: out of memory")
-        return zeros(*sizes, **words)
+        return zeros(*sizes, **options)
 
     zeros = torch.zeros
-    cuda.register = lambda address, size, flags: told.append(2) or 2  # type: ignore[method-assign]
+    cuda.register = lambda address, size, flags: codes.append(2) or 2  # type: ignore[method-assign]
     cuda.install(monkeypatch)
     monkeypatch.setattr(torch, "zeros", launch)
     with cuda.running(), Device("cuda", 1) as device:
@@ -213,9 +213,9 @@ def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_
         ]
     homes = [shards[0].slabs["weights"].untyped_storage() for shards in models]
     with cuda.running():
-        made = device_process.make_worker("cuda:1", models, {}, 0.25)
+        worker = device_process.make_worker("cuda:1", models, {}, 0.25)
         assert cuda.locked == {home.data_ptr(): home.nbytes() for home in homes}
-        made.device.__exit__(None)
+        worker.device.__exit__(None)
     assert sum(map(len, (shard.slabs["weights"] for shard in models[0]))) < homes[0].nbytes()
     assert (cuda.current_device(), gpu.fraction) == (1, 0.25)
 
@@ -242,8 +242,8 @@ def test_page_locked_memory_given_back_in_use_is_found(
     if not waits:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     with Device("cuda:1") as device:
-        there, home = (device.room(8, torch.float32, host=host) for host in (False, True))
-        copy(device, "outbound", "state", "", [device.compute.record_event()], [(home, there)])
+        slot, home = (device.room(8, torch.float32, host=host) for host in (False, True))
+        copy(device, "outbound", "state", "", [device.compute.record_event()], [(home, slot)])
     assert bool(running.broken) is not waits
 
 
@@ -327,16 +327,16 @@ def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
 def test_a_gpus_kernel_is_compiled_before_the_first_step(
     running: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, workload = [], tiny(dtype="bf16")
-    monkeypatch.setattr(adamw_cuda, "_load", lambda device_index: told.append("compiled"))
+    events, workload = [], tiny(dtype="bf16")
+    monkeypatch.setattr(adamw_cuda, "_load", lambda device_index: events.append("compiled"))
 
     def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        told.append("step")
+        events.append("step")
         for inputs, targets in token_batches(workload, 1):
             yield inputs.to("cuda"), targets.to("cuda")
 
     next(settled("stronghold", {}, workload).train(workload, batches(), "cuda"))
-    assert told[0] == "compiled" and "step" in told
+    assert events[0] == "compiled" and "step" in events
 
 
 @pytest.fixture

@@ -91,9 +91,11 @@ def test_gpus_that_no_driver_here_knows_go_by_their_index(
     assert machine.gpu_uuids(of(2)) == names
 
 
-@pytest.mark.parametrize(("number", "found"), [(2, []), (3, [{"pid": 77, "device_bytes": 5, "gpu": "2"}])])
-def test_a_process_on_any_of_a_jobs_gpus_is_noted(four: None, number: int, found: list[dict]) -> None:
-    assert machine.surroundings("cuda", number)["foreign_processes"] == found
+@pytest.mark.parametrize(
+    ("number", "processes"), [(2, []), (3, [{"pid": 77, "device_bytes": 5, "gpu": "2"}])]
+)
+def test_a_process_on_any_of_a_jobs_gpus_is_noted(four: None, number: int, processes: list[dict]) -> None:
+    assert machine.surroundings("cuda", number)["foreign_processes"] == processes
     assert "foreign_processes" not in machine.surroundings("cpu", number)
 
 
@@ -101,8 +103,8 @@ def test_a_process_on_a_jobs_second_gpu_is_told_and_on_record(
     four: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    asked, warnings = machine.surroundings, list[str]()
-    monkeypatch.setattr(machine, "surroundings", lambda device, number: asked("cuda", number))
+    surroundings, warnings = machine.surroundings, list[str]()
+    monkeypatch.setattr(machine, "surroundings", lambda device, number: surroundings("cuda", number))
     job = Job("resident", TINY, {}, steps=2, warmup=1)
     monkeypatch.setattr(machine, "num_gpus", lambda job: 2)
 
@@ -110,7 +112,9 @@ def test_a_process_on_a_jobs_second_gpu_is_told_and_on_record(
         warnings.extend([event["text"]] if event["event"] == "warning" else [])
 
     record = Record.read(launch.launch(job, lambda: "key", tmp_path, report=report))
-    assert record.status == "ok" and [each["pid"] for each in record.machine["foreign_processes"]] == [77]
+    assert record.status == "ok" and [process["pid"] for process in record.machine["foreign_processes"]] == [
+        77
+    ]
     assert warnings == ["process 77 is on GPU 2, too: on record"]
 
 
@@ -146,19 +150,19 @@ def test_a_driver_older_than_torchs_cuda_leaves_the_cpu(
 
 def test_doctor_says_what_an_old_driver_lacks(driver: Callable[..., None]) -> None:
     driver("2.13.0+cu130", 12040)
-    told = dict(doctor.hardware(Path()))["gpu"]
-    assert "driver 1; torch is built for CUDA 13, the driver supports 12.4: update the driver until" in told
+    text = dict(doctor.hardware(Path()))["gpu"]
+    assert "driver 1; torch is built for CUDA 13, the driver supports 12.4: update the driver until" in text
     assert (
-        "or take a torch for CUDA 12 (docs/places.md, Without a set-up)" in told
-        and len(told.splitlines()) == 1
+        "or take a torch for CUDA 12 (docs/places.md, Without a set-up)" in text
+        and len(text.splitlines()) == 1
     )
 
 
 def test_doctor_says_where_to_look_for_an_index_of_cpu_builds(driver: Callable[..., None]) -> None:
     driver("2.13.0+cpu", 13000)
-    told = dict(doctor.hardware(Path()))["gpu"]
+    text = dict(doctor.hardware(Path()))["gpu"]
     assert (
-        "pip config list or PIP_EXTRA_INDEX_URL names, remove .venv" in told and len(told.splitlines()) == 1
+        "pip config list or PIP_EXTRA_INDEX_URL names, remove .venv" in text and len(text.splitlines()) == 1
     )
 
 

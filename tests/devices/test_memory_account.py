@@ -38,8 +38,8 @@ def train_on_sim(
 def test_losses_and_norms_are_the_cpus_to_the_last_bit(method: str, options: dict, dtype: str) -> None:
     workload = tiny(num_layers=4, dtype=dtype)
     expected = train(method, workload, steps=4, **options)
-    found = train_on_sim(Tracker(), method, workload, 4, **options)
-    assert found == [expected.losses, expected.grad_norms]
+    trained = train_on_sim(Tracker(), method, workload, 4, **options)
+    assert trained == [expected.losses, expected.grad_norms]
 
 
 @pytest.mark.heavy
@@ -93,11 +93,11 @@ def test_a_view_takes_nothing() -> None:
 
 def test_a_copy_to_the_other_memory_takes_room_there_and_one_to_the_same_takes_none() -> None:
     with Tracker() as tracker:
-        here = torch.zeros(128)
-        there = here.to("sim")
-        assert (there.device.type, tracker.stats()["device_allocated"]) == ("sim", 512)
-        assert there.to("sim") is there and here.to("cpu") is here
-        back = [there.cpu(), there.to("cpu", non_blocking=True), there.to(here)]
+        on_host = torch.zeros(128)
+        on_sim = on_host.to("sim")
+        assert (on_sim.device.type, tracker.stats()["device_allocated"]) == ("sim", 512)
+        assert on_sim.to("sim") is on_sim and on_host.to("cpu") is on_host
+        back = [on_sim.cpu(), on_sim.to("cpu", non_blocking=True), on_sim.to(on_host)]
         assert {tensor.device.type for tensor in back} == {"cpu"}
         assert (tracker.stats()["host_allocated"], tracker.stats()["device_allocated"]) == (4 * 512, 512)
 

@@ -172,5 +172,7 @@ def test_what_is_set_aside_for_dropout_on_a_cpu_is_what_it_takes(
     taken = predict(create("l2l", {}), dropping).device_bytes - predict(create("l2l", {}), load).device_bytes
     aside = room.dropout_bytes(dropping)
     assert taken <= aside < 1.2 * taken
-    rooms = [room.room_within(Budget(2**28, 2**29), "sim", each).device_bytes for each in (load, dropping)]
+    rooms = [
+        room.room_within(Budget(2**28, 2**29), "sim", workload).device_bytes for workload in (load, dropping)
+    ]
     assert rooms == [2**28, 2**28 - aside]

@@ -25,26 +25,26 @@ def resident(*pids: int) -> dict[int, int]:
     return {pid: process_bytes(pid).get("RssShmem", 0) for pid in pids}
 
 
-def hold(tensors: list[torch.Tensor], own_bytes: int, told: Any, ended: Any) -> None:
+def hold(tensors: list[torch.Tensor], own_bytes: int, sums: Any, ended: Any) -> None:
     """A process that reads the tensors, and has a segment of its own."""
-    own = torch.ones(own_bytes, dtype=torch.uint8).share_memory_()
-    told.put(sum(int(tensor.sum()) for tensor in tensors))
+    segment = torch.ones(own_bytes, dtype=torch.uint8).share_memory_()
+    sums.put(sum(int(tensor.sum()) for tensor in tensors))
     ended.wait()
-    del own
+    del segment
 
 
 @contextmanager
 def holders(number: int, tensors: list[torch.Tensor], own_bytes: int) -> Iterator[list[int]]:
     """The numbers of processes that have the tensors resident."""
-    told, ended = forks.PROCESSES.Queue(), forks.PROCESSES.Event()
+    sums, ended = forks.PROCESSES.Queue(), forks.PROCESSES.Event()
     processes = [
-        forks.PROCESSES.Process(target=hold, args=(tensors, own_bytes, told, ended)) for _ in range(number)
+        forks.PROCESSES.Process(target=hold, args=(tensors, own_bytes, sums, ended)) for _ in range(number)
     ]
     for process in processes:
         process.start()
     try:
         for _ in processes:
-            told.get()
+            sums.get()
         yield [process.pid or 0 for process in processes]
     finally:
         ended.set()

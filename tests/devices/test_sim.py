@@ -58,11 +58,11 @@ def test_the_hosts_budget_binds_to_the_byte() -> None:
 
 
 def test_page_locked_memory_comes_in_powers_of_two_and_is_the_hosts() -> None:
-    told = "OutOfMemoryError: sim {} out of memory: tried to allocate 4096 bytes, {} of {} bytes in use"
+    message = "OutOfMemoryError: sim {} out of memory: tried to allocate 4096 bytes, {} of {} bytes in use"
     by_pinned = call(on_sim.pinned, pinned_bytes=16384)
-    assert by_pinned == [16384, 16384, True, told.format("pinned", 16384, 16384)]
+    assert by_pinned == [16384, 16384, True, message.format("pinned", 16384, 16384)]
     by_host = call(on_sim.pinned, host_bytes=16384 + 4096)
-    assert by_host == [16384, 16384, True, told.format("host", 16384 + 4096, 16384 + 4096)]
+    assert by_host == [16384, 16384, True, message.format("host", 16384 + 4096, 16384 + 4096)]
 
 
 def test_freed_memory_comes_back() -> None:

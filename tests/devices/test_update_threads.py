@@ -145,9 +145,9 @@ def test_an_error_of_the_device_reaches_whoever_waits_for_an_update(one_worker: 
 class OneThread(ThreadPoolExecutor):
     """A pool on a system that lets it start one thread: as there, what was asked for stays in the queue."""
 
-    def submit(self, *given: Any, **words: Any) -> Any:
+    def submit(self, *arguments: Any, **options: Any) -> Any:
         is_first = not self._threads
-        future = super().submit(*given, **words)
+        future = super().submit(*arguments, **options)
         if not is_first:
             raise RuntimeError("can't start new thread")
         return future

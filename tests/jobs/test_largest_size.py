@@ -86,12 +86,12 @@ def with_wall(folder: Path) -> Path:
     return folder / "methods"
 
 
-def searched(folder: Path, budget_mib: int, **words) -> tuple[dict, list[dict]]:
+def searched(folder: Path, budget_mib: int, **options) -> tuple[dict, list[dict]]:
     """The row of the method above, and the events of its search."""
     folders = (with_wall(folder),)
     events: list[dict] = []
-    most, repeats = words.pop("most", 2**20), words.pop("repeats", 1)
-    job = Job("wall", TINY, words, Budget(budget_mib * MIB), steps=5, warmup=2)
+    most, repeats = options.pop("most", 2**20), options.pop("repeats", 1)
+    job = Job("wall", TINY, options, Budget(budget_mib * MIB), steps=5, warmup=2)
     return find(Probes(Sweep(folder, folders, events.append), job), repeats, most), events
 
 
@@ -107,43 +107,43 @@ def probes(events: list[dict]) -> list[int]:
 def test_probes_run_beyond_what_the_plan_allows_and_are_judged_and_resumed(
     tmp_path: Path, in_process: None
 ) -> None:
-    found, events = searched(tmp_path, budget_mib=1, wall=2)
+    answer, events = searched(tmp_path, budget_mib=1, wall=2)
     assert probes(events) == [1, 2, 4, 3]
-    assert (found["largest"], found["fails_at"], found["gate"], found["trials"]) == (2, 3, "exact", 4)
+    assert (answer["largest"], answer["fails_at"], answer["gate"], answer["trials"]) == (2, 3, "exact", 4)
     again, events = searched(tmp_path, budget_mib=1, wall=2)
-    assert again == found and [event for event in events if event["event"] == "start"] == []
+    assert again == answer and [event for event in events if event["event"] == "start"] == []
 
 
 def test_a_refusal_by_plan_is_no_failed_probe(tmp_path: Path, in_process: None) -> None:
     folders = (with_wall(tmp_path),)
     job = Job("wall", TINY.at_depth(2), {"least": 2}, Budget(MIB), steps=5, warmup=2)
     assert Sweep(tmp_path, folders).run([resolve(job, folders)])[0].status == "does-not-fit"
-    found, events = searched(tmp_path, budget_mib=1, least=2, most=2)
-    assert probes(events) == [2] and found["binding"] == "none up to 2 layers, the most tried"
+    answer, events = searched(tmp_path, budget_mib=1, least=2, most=2)
+    assert probes(events) == [2] and answer["binding"] == "none up to 2 layers, the most tried"
 
 
 def test_a_crash_is_not_too_large(tmp_path: Path, in_process: None) -> None:
-    found, _ = searched(tmp_path, budget_mib=2, wall=1, end="RuntimeError('bad luck')")
+    answer, _ = searched(tmp_path, budget_mib=2, wall=1, end="RuntimeError('bad luck')")
     assert (
-        found["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck")
-        and found["fails_at"] is None
+        answer["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck")
+        and answer["fails_at"] is None
     )
-    assert found["record"].status == "crash" and "no answer: at 2 layers" in texts(found)["what binds"]
+    assert answer["record"].status == "crash" and "no answer: at 2 layers" in texts(answer)["what binds"]
 
 
 def test_each_confirmation_is_a_record_of_its_own(tmp_path: Path, in_process: None) -> None:
-    found, _ = searched(tmp_path, budget_mib=1, wall=1, repeats=2, most=2)
+    answer, _ = searched(tmp_path, budget_mib=1, wall=1, repeats=2, most=2)
     ends = [record.status for record in read_all(tmp_path)[0].values() if record.job.method == "wall"]
-    assert found["largest"] == 1 and ends.count("ok") == 2 and len(ends) == found["trials"] == 4
+    assert answer["largest"] == 1 and ends.count("ok") == 2 and len(ends) == answer["trials"] == 4
 
 
 def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path, in_process: None) -> None:
-    found, events = searched(tmp_path, budget_mib=2, wall=1, least=2)
-    assert probes(events) == [2] and (found["largest"], found["fails_at"]) == (0, 2)
+    answer, events = searched(tmp_path, budget_mib=2, wall=1, least=2)
+    assert probes(events) == [2] and (answer["largest"], answer["fails_at"]) == (0, 2)
 
 
 @pytest.mark.parametrize(
-    ("words", "largest", "fails_at", "tokens"),
+    ("arguments", "largest", "fails_at", "tokens"),
     [
         (["--of", "batch", "-l", "1", "--seq", "16"], 3, 4, 48),
         (["--of", "batch", "-l", "1", "--seq", "16", "-b", "2"], 2, None, 32),  # the most that was asked for
@@ -152,13 +152,13 @@ def test_the_smallest_depth_is_the_first_that_the_options_allow(tmp_path: Path, 
     ],
 )
 def test_the_largest_batch_sample_or_step_is_searched_at_one_depth(
-    words: list[str], largest: int, fails_at: int | None, tokens: int, tmp_path: Path, in_process: None
+    arguments: list[str], largest: int, fails_at: int | None, tokens: int, tmp_path: Path, in_process: None
 ) -> None:
     """The wall stands at 48 to 63 tokens a step, where a sixteen more would be begun."""
     (with_wall(tmp_path) / "wall_of_tokens.py").write_text(WALL_OF_TOKENS)
     sizes = "-m wall-of-tokens --option wall=3 -h 32 --heads 2 --vocab 97 --device cpu --device-memory 3MiB --json"
     folders = ("--methods", tmp_path / "methods", "--results", tmp_path / "r")
-    done = run("search", "largest", *words, *sizes.split(), *folders)
+    done = run("search", "largest", *arguments, *sizes.split(), *folders)
     assert done.returncode == 0, done.stderr
     # no traceback of a failed probe
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -170,8 +170,8 @@ def test_the_largest_batch_sample_or_step_is_searched_at_one_depth(
 def test_the_verb_ends_in_a_row_for_each_method(tmp_path: Path) -> None:
     (with_wall(tmp_path) / "absent.py").write_text(WALL.replace("import torch", "import no_such_engine"))
     sizes = "-h 32 -b 2 --heads 2 --seq 16 --vocab 97 --option wall=1 --device-memory 1MiB --json".split()
-    words = ["-m", "wall,absent", *sizes, "--methods", tmp_path / "methods", "--results", tmp_path / "r"]
-    done = run("search", "largest", *words)
+    arguments = ["-m", "wall,absent", *sizes, "--methods", tmp_path / "methods", "--results", tmp_path / "r"]
+    done = run("search", "largest", *arguments)
     assert done.returncode == 0, done.stderr
     rows = {
         row["method"]: row for row in map(json.loads, done.stdout.splitlines()) if row["event"] == "answer"
@@ -235,7 +235,7 @@ def test_samples_are_added_by_the_micro_batches_of_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ("--steps 4", "--steps: expected at least 5 in a search, got 4"),
         ("-w 0", "-w: expected a window of 1 to"),
@@ -247,9 +247,13 @@ def test_samples_are_added_by_the_micro_batches_of_all_ranks(
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:
-    done = run("search", "largest", "-m", "stronghold", *words.split(), "--results", str(tmp_path / "new"))
-    assert (done.returncode, done.stdout) == (2, "") and told in done.stderr
+def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(
+    arguments: str, message: str, tmp_path: Path
+) -> None:
+    done = run(
+        "search", "largest", "-m", "stronghold", *arguments.split(), "--results", str(tmp_path / "new")
+    )
+    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -287,12 +291,12 @@ def test_layers_that_stay_on_the_device_let_stronghold_go_deeper_than_the_host_a
     tmp_path: Path, forked: None
 ) -> None:
     """The host of 64 MiB holds 21 layers of 16 bytes a parameter; two more stay on the device of 16 MiB."""
-    found = {}
+    answers = {}
     for name in ("l2l", "stronghold"):
         job = Job(name, SMALL, {}, Budget(16 * MIB, 64 * MIB), "sim", steps=5, warmup=2)
-        found[name] = find(Probes(Sweep(tmp_path), job), repeats=1, most=2**20)
-    assert {name: (row["largest"], row["fails_at"], row["trials"]) for name, row in found.items()} == {
+        answers[name] = find(Probes(Sweep(tmp_path), job), repeats=1, most=2**20)
+    assert {name: (row["largest"], row["fails_at"], row["trials"]) for name, row in answers.items()} == {
         "l2l": (21, 22, 4),
         "stronghold": (23, 24, 4),
     }
-    assert all(row["binding"].startswith("host: ") and row["gate"] == "exact" for row in found.values())
+    assert all(row["binding"].startswith("host: ") and row["gate"] == "exact" for row in answers.values())

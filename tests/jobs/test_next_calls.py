@@ -40,8 +40,8 @@ def test_a_job_that_cannot_fit_is_a_result_with_calls_that_can(tmp_path: Path) -
 
 
 def test_several_methods_none_of_which_can_fit_get_calls_for_all_of_them(tmp_path: Path) -> None:
-    words = "-m resident,l2l,stronghold -l 200 --device-memory 8MiB --host-memory 64MiB -h 128 --seq 64 --vocab 512"
-    done = run(*words.split(), "--results", str(tmp_path))
+    arguments = "-m resident,l2l,stronghold -l 200 --device-memory 8MiB --host-memory 64MiB -h 128 --seq 64 --vocab 512"
+    done = run(*arguments.split(), "--results", str(tmp_path))
     calls = [line.removeprefix("try ") for line in done.stdout.splitlines() if line.startswith("try ")]
     assert calls and all(call.startswith("./run.sh -m resident,l2l,stronghold ") for call in calls)
     for call in calls:
@@ -150,7 +150,7 @@ def events(seconds: float) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "starts"),
     [
         (20.0, ["long: about 13 minutes", "[1/1]", "  about 13 minutes left"]),
         (3.0, ["[1/1]", "  about 2 minutes in all", "  about 2 minutes left"]),
@@ -158,15 +158,15 @@ def events(seconds: float) -> list[dict[str, Any]]:
     ],
 )
 def test_a_long_run_says_so_first_and_the_rest_is_foretold_after_a_step(
-    seconds: float, told: list[str]
+    seconds: float, starts: list[str]
 ) -> None:
     lines: list[str] = []
     report = progress._Lines(lines.append).report
     for event in events(seconds):
         report(event)
-    assert all(line.startswith(start) for line, start in zip(lines, told, strict=False))
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
     assert ("--scale fit" in lines[0]) is (seconds == 20.0)
-    assert len(lines) == len(told) + 1  # and the second step
+    assert len(lines) == len(starts) + 1  # and the second step
 
 
 def test_what_is_left_after_a_step_has_the_time_of_the_reference_and_of_the_probe() -> None:

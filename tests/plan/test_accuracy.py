@@ -71,5 +71,5 @@ def test_a_gpu_s_machine_is_found_by_its_words_and_its_memory(
 
 
 def test_runs_on_a_gpu_count_for_each_of_its_machines() -> None:
-    found = [name for name in named_machines.names() if named_machines.has_gpu(name, "NVIDIA H200")]
-    assert found == ["h200", "h200-141"]
+    names = [name for name in named_machines.names() if named_machines.has_gpu(name, "NVIDIA H200")]
+    assert names == ["h200", "h200-141"]

@@ -52,17 +52,17 @@ def searched(
     workload: Workload, names: list[str], host_gib: int = 64, gpu: str = "rtx4090"
 ) -> tuple[Advice, Decision]:
     """An answer that chooses batch, micro-batches and sequence."""
-    asked = Advice(named_place(gpu, Budget(host_bytes=host_gib * GIB)), workload, searched=SEARCHED)
-    return asked, asked.decision(names)
+    question = Advice(named_place(gpu, Budget(host_bytes=host_gib * GIB)), workload, searched=SEARCHED)
+    return question, question.decision(names)
 
 
 @pytest.mark.parametrize("num_layers", PUBLISHED)
 def test_the_published_runs_that_trained_are_ranked_and_met_within_5_percent(num_layers: int) -> None:
     seconds = PUBLISHED[num_layers]
-    found = advise("v100-vm", Workload(num_layers=num_layers), list(seconds))
-    assert sorted(seconds, key=lambda name: found[name]["step_seconds"]) == list(seconds)
+    rows = advise("v100-vm", Workload(num_layers=num_layers), list(seconds))
+    assert sorted(seconds, key=lambda name: rows[name]["step_seconds"]) == list(seconds)
     for name, measured in seconds.items():
-        assert found[name]["step_seconds"] == pytest.approx(measured, rel=0.05)
+        assert rows[name]["step_seconds"] == pytest.approx(measured, rel=0.05)
 
 
 def test_a_step_is_the_sum_of_what_is_not_hidden() -> None:
@@ -70,12 +70,12 @@ def test_a_step_is_the_sum_of_what_is_not_hidden() -> None:
     workload = Workload(num_layers=2)
     params, compute = workload.num_params, workload.flops_per_step / 1e12
     trained = create("zero-offload", {})
-    found = predicted(trained, workload, trained.plan(workload, Room()), RATES)
-    assert found.seconds == pytest.approx(compute + 2 * 4 * params / 1e9 + params / 1e8)
-    assert found.binds == "compute"
+    forecast = predicted(trained, workload, trained.plan(workload, Room()), RATES)
+    assert forecast.seconds == pytest.approx(compute + 2 * 4 * params / 1e9 + params / 1e8)
+    assert forecast.binds == "compute"
     plan = (trained := create("fsdp2-offload", {})).plan(workload, Room())
-    found = predicted(trained, workload, plan, RATES)
-    assert found.seconds == pytest.approx(max(compute, plan.moved_bytes / 1e9) + params / 1e8)
+    forecast = predicted(trained, workload, plan, RATES)
+    assert forecast.seconds == pytest.approx(max(compute, plan.moved_bytes / 1e9) + params / 1e8)
 
 
 @pytest.mark.parametrize("is_host", [False, True])
@@ -85,17 +85,17 @@ def test_ranks_split_a_step_and_share_the_host(is_host: bool) -> None:
     workload, rates = Workload(num_layers=2), dataclasses.replace(RATES, is_host=is_host)
     params, compute = workload.num_params, workload.flops_per_step / 1e12
     trained = create("zero-offload", {"world_size": 2})
-    found = predicted(trained, workload, trained.plan(workload, Room()), rates, num_ranks=2)
+    forecast = predicted(trained, workload, trained.plan(workload, Room()), rates, num_ranks=2)
     split = (compute + 2 * 4 * params / 1e9) / (1 if is_host else 2)
-    assert found.seconds == pytest.approx(split + params / 1e8)
+    assert forecast.seconds == pytest.approx(split + params / 1e8)
 
 
 def test_a_rank_updates_all_that_it_keeps_states_of() -> None:
     """By hand: each rank of megatron-lm, which shares no states, updates all weights on its device."""
     workload = Workload(num_layers=2)
     trained = create("megatron-lm", {"world_size": 2})
-    found = predicted(trained, workload, trained.plan(workload, Room()), RATES, num_ranks=2)
-    assert found.seconds == pytest.approx(workload.flops_per_step / 2e12 + 28 * workload.num_params / 1e11)
+    forecast = predicted(trained, workload, trained.plan(workload, Room()), RATES, num_ranks=2)
+    assert forecast.seconds == pytest.approx(workload.flops_per_step / 2e12 + 28 * workload.num_params / 1e11)
 
 
 @pytest.mark.parametrize("name", DATASHEETS)
@@ -146,40 +146,42 @@ def test_a_number_of_parameters_becomes_a_model_of_it(num_params: float) -> None
 def test_the_decision_is_the_best_row() -> None:
     """No method is faster by more than a search's slack, and none of those within it has a smaller batch."""
     names = ["stronghold", "l2l", "hydra", "fsdp2-offload", "zero-offload", "zenflow", "resident"]
-    _, made = searched(Workload(48, 1600, 25, dtype="bf16"), names)
-    able = [row for row in made.rows if row["fits"] and row["is_exact"]]
+    _, decision = searched(Workload(48, 1600, 25, dtype="bf16"), names)
+    able = [row for row in decision.rows if row["fits"] and row["is_exact"]]
     assert (
-        made.chosen == {key: value for key, value in made.rows[0].items() if key != "reason"}
+        decision.chosen == {key: value for key, value in decision.rows[0].items() if key != "reason"}
         and len(able) > 3
     )
     fastest = max(row["tokens_per_second"] for row in able)
     near = [row for row in able if row["tokens_per_second"] >= NEAR * fastest]
-    assert min(row["batch_size"] for row in near) == made.chosen["batch_size"]
-    assert all(row["reason"] for row in made.rows) and made.rows[0]["reason"] == "taken"
-    assert "trains otherwise by design" in {row["reason"] for row in made.rows if row["method"] == "zenflow"}
-    assert not next(row for row in made.rows if row["method"] == "resident")["fits"]
+    assert min(row["batch_size"] for row in near) == decision.chosen["batch_size"]
+    assert all(row["reason"] for row in decision.rows) and decision.rows[0]["reason"] == "taken"
+    assert "trains otherwise by design" in {
+        row["reason"] for row in decision.rows if row["method"] == "zenflow"
+    }
+    assert not next(row for row in decision.rows if row["method"] == "resident")["fits"]
 
 
 @pytest.mark.parametrize("name", ["stronghold", "fsdp2-offload"])
 def test_no_batch_of_a_grid_is_faster_than_the_one_chosen(name: str) -> None:
     load = Workload(48, 1600, 25, dtype="bf16")
-    asked, made = searched(load, [name])
-    assert made.chosen
+    question, decision = searched(load, [name])
+    assert decision.chosen
     others = []
     for batch_size in (1, 2, 4, 8, 16, 32, 64, 128):
         for micro_batches in {1, 2, 4} if batch_size > 2 else {1}:
             fixed = dataclasses.replace(load, batch_size=batch_size, micro_batches=micro_batches)
-            row = Advice(asked.place, fixed).decision([name]).rows[0]
+            row = Advice(question.place, fixed).decision([name]).rows[0]
             others += [row["tokens_per_second"]] if row["fits"] else []
-    assert made.chosen["tokens_per_second"] >= NEAR * max(others)
+    assert decision.chosen["tokens_per_second"] >= NEAR * max(others)
 
 
 def test_a_long_sequence_is_shortened_where_a_token_costs_much_more() -> None:
     """By hand: a token's share of attention is 2 T D beside 24 D^2 of products; D 4096, so 4,096 tokens cost 6 % more
     than 1,024, and 8,192 cost 15 %."""
     load = Workload(8, 4096, 32, seq_len=8192, vocab_size=512, dtype="bf16")
-    _, made = searched(load, ["resident"], gpu="h100")
-    assert made.workload.seq_len == 4096
+    _, decision = searched(load, ["resident"], gpu="h100")
+    assert decision.workload.seq_len == 4096
     fixed = Advice(named_place("h100", Budget()), load, searched=SEARCHED - {"seq_len"}).decision(
         ["resident"]
     )
@@ -189,9 +191,9 @@ def test_a_long_sequence_is_shortened_where_a_token_costs_much_more() -> None:
 def test_what_would_help_helps_when_it_is_done() -> None:
     """By arithmetic: ZeRO-Offload's states do not fit 32 GiB of host memory, and do fit with what is named."""
     load = Workload(48, dtype="bf16")
-    asked, made = searched(load, ["zero-offload"], host_gib=32)
-    assert made.chosen is None and made.rows[0]["lacks_bytes"]["host"] > 0
-    host, *_ = asked.remedies(made)
+    question, decision = searched(load, ["zero-offload"], host_gib=32)
+    assert decision.chosen is None and decision.rows[0]["lacks_bytes"]["host"] > 0
+    host, *_ = question.remedies(decision)
     assert host.method == "zero-offload" and host.change.endswith("of host memory")
     more = int(host.change.split()[0])
     _, then = searched(load, ["zero-offload"], host_gib=32 + more)
@@ -203,16 +205,16 @@ def test_what_would_help_helps_when_it_is_done() -> None:
 def test_two_gpus_train_half_a_batch_each_on_one_host() -> None:
     """By hand: of two GPUs each has half of the compute and of the copies, and half of the host's rates for half of the
     state: at most twice as fast, but for the batch."""
-    asked, made = searched(Workload(48, 1600, 25, dtype="bf16"), ["fsdp2-offload"])
-    second = next(each for each in asked.remedies(made) if each.change == "a second GPU")
-    assert made.chosen and second.method == "fsdp2-offload --ranks 2"
+    question, decision = searched(Workload(48, 1600, 25, dtype="bf16"), ["fsdp2-offload"])
+    second = next(remedy for remedy in question.remedies(decision) if remedy.change == "a second GPU")
+    assert decision.chosen and second.method == "fsdp2-offload --ranks 2"
     assert second.times and WORTH < second.times <= 2.05
 
 
 def test_where_nothing_fits_a_larger_gpu_is_named_that_does() -> None:
-    asked, made = searched(Workload(32, dtype="bf16"), ["resident"], gpu="rtx3090")
-    assert made.chosen is None
-    other = next(each for each in asked.remedies(made) if each.change.startswith("--gpu "))
+    question, decision = searched(Workload(32, dtype="bf16"), ["resident"], gpu="rtx3090")
+    assert decision.chosen is None
+    other = next(remedy for remedy in question.remedies(decision) if remedy.change.startswith("--gpu "))
     assert searched(Workload(32, dtype="bf16"), ["resident"], gpu=other.change.split()[1])[1].chosen
 
 
@@ -222,8 +224,8 @@ def test_a_method_that_may_use_a_disk_is_ranked_with_it_where_the_host_cannot_ho
         return Advice(place, Workload(num_layers=100)).decision(["stronghold", "zero-infinity-nvme"]).rows
 
     small = rows(48 * GIB)
-    told = [(row["method"], row.get("with"), row["fits"], bool(row["disk"])) for row in small]
-    assert told[0] == ("stronghold", "--disk DIR", True, True) and told[-1] == (
+    shown = [(row["method"], row.get("with"), row["fits"], bool(row["disk"])) for row in small]
+    assert shown[0] == ("stronghold", "--disk DIR", True, True) and shown[-1] == (
         "stronghold",
         None,
         False,
@@ -249,8 +251,8 @@ def test_the_errors_told_of_forecasts_are_those_of_todays_forecasts() -> None:
         - 1
         for depth, seconds in PUBLISHED.items()
     ]
-    found = method.load("zero-offload").forecast_test
-    assert found and (len(off), max(off)) == (found.num_runs, pytest.approx(found.worst, abs=0.005))
+    test = method.load("zero-offload").forecast_test
+    assert test and (len(off), max(off)) == (test.num_runs, pytest.approx(test.worst, abs=0.005))
     missed = []
     for batch_size, measured in {8: 914, 16: 1373, 32: 1791}.items():
         load = Workload(
@@ -259,8 +261,8 @@ def test_the_errors_told_of_forecasts_are_those_of_todays_forecasts() -> None:
         budget = Budget(device_bytes=25 * GIB, host_bytes=512 * GIB)
         (row,) = Advice(named_place("rtx4090", budget), load).decision(["zero-infinity"]).rows
         missed.append(row["tokens_per_second"] / measured - 1)
-    found = method.load("zero-infinity").forecast_test
-    assert found and (len(missed), min(missed)) == (found.num_runs, pytest.approx(found.worst, abs=0.01))
+    test = method.load("zero-infinity").forecast_test
+    assert test and (len(missed), min(missed)) == (test.num_runs, pytest.approx(test.worst, abs=0.01))
 
 
 @pytest.mark.parametrize(
@@ -284,23 +286,25 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("words", CALLS)
-def test_every_next_call_plans_what_was_decided(words: str, tmp_path: Path) -> None:
-    ended = cli.run("advise", *words.split(), "--json", "--results", tmp_path)
-    told = json.loads(ended.stdout.splitlines()[0])
-    assert told["next"]
-    if told["chosen"]:  # all of them elsewhere: at the steps that a call has by default
-        seconds = 20 * told["chosen"]["step_seconds"]
-        assert told["cost"] == f"20 steps in about {text(seconds)}; its reference and its probe come on top"
-    for where, call in told["next"].items():
+@pytest.mark.parametrize("arguments", CALLS)
+def test_every_next_call_plans_what_was_decided(arguments: str, tmp_path: Path) -> None:
+    ended = cli.run("advise", *arguments.split(), "--json", "--results", tmp_path)
+    decided = json.loads(ended.stdout.splitlines()[0])
+    assert decided["next"]
+    if decided["chosen"]:  # all of them elsewhere: at the steps that a call has by default
+        seconds = 20 * decided["chosen"]["step_seconds"]
+        assert (
+            decided["cost"] == f"20 steps in about {text(seconds)}; its reference and its probe come on top"
+        )
+    for where, call in decided["next"].items():
         if "--calibrate" in call:
             continue
         (job,) = jobs_of(call)
-        if told["chosen"]:
+        if decided["chosen"]:
             load = job.workload
             sizes = [load.batch_size, load.micro_batches, load.seq_len, load.dtype]
             names = ("batch_size", "micro_batches", "seq_len", "dtype")
-            assert [told["chosen"][name] for name in names] == sizes and job.method == told["chosen"][
+            assert [decided["chosen"][name] for name in names] == sizes and job.method == decided["chosen"][
                 "method"
             ]
         if where == "here" and call.startswith("./run.sh plan"):
@@ -317,10 +321,10 @@ def test_budgets_that_are_given_are_in_the_headline_and_in_every_call(
 ) -> None:
     """Also where only fewer layers fit."""
     monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
-    words = f"{gpu} --device-memory 8GiB --host-memory 12GiB -m l2l -h 1024 -l {layers} --results {tmp_path} --json"
-    told = json.loads(cli.run("advise", *words.split()).stdout.splitlines()[0])
-    assert " with 8.0 GiB of device and 12.0 GiB of host memory" in told["decision"]
-    assert {jobs_of(call)[0].budget for call in told["next"].values()} == {Budget(8 * GIB, 12 * GIB)}
+    arguments = f"{gpu} --device-memory 8GiB --host-memory 12GiB -m l2l -h 1024 -l {layers} --results {tmp_path} --json"
+    decided = json.loads(cli.run("advise", *arguments.split()).stdout.splitlines()[0])
+    assert " with 8.0 GiB of device and 12.0 GiB of host memory" in decided["decision"]
+    assert {jobs_of(call)[0].budget for call in decided["next"].values()} == {Budget(8 * GIB, 12 * GIB)}
 
 
 def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,16 +347,16 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
         )
 
     records = (run(1.1), run(1.1), run(1.5), run(9.0, "failed"))
-    found = accuracy(records)["zero-offload"]
-    assert found == pytest.approx((3, 0.1, 0.5))
+    errors = accuracy(records)["zero-offload"]
+    assert errors == pytest.approx((3, 0.1, 0.5))
     (row,) = Advice(this_place(Budget()), workload, records=records).decision(["zero-offload"]).rows
     assert row["measured_step_seconds"] == pytest.approx([1.1 * seconds, 1.1 * seconds, 1.5 * seconds])
 
 
 def test_an_error_is_that_of_the_machine_asked_about_of_other_methods_before_other_machines() -> None:
-    there = {"l2l": Accuracy(1, -0.3, -0.3), "resident": Accuracy(2, 2.0, 5.3)}
-    assert error_of("l2l", there) == (-0.3, "its 1 run there took up to 30% less time than foretold")
-    assert error_of("zero-offload", there).worst == 5.3 and error_of("zero-offload", {}).worst == 0.013
+    accuracies = {"l2l": Accuracy(1, -0.3, -0.3), "resident": Accuracy(2, 2.0, 5.3)}
+    assert error_of("l2l", accuracies) == (-0.3, "its 1 run there took up to 30% less time than foretold")
+    assert error_of("zero-offload", accuracies).worst == 5.3 and error_of("zero-offload", {}).worst == 0.013
 
 
 def test_runs_of_this_machine_say_nothing_of_forecasts_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,14 +372,26 @@ def test_runs_of_this_machine_say_nothing_of_forecasts_for_another(monkeypatch: 
         gate=Gate("exact"),
     )
     places = this_place(Budget()), named_place("rtx4090", Budget())
-    (here,), (elsewhere,) = (Advice(each, workload, records=(run,)).decision(["l2l"]).rows for each in places)
-    assert here["accuracy"]["num_runs"] == 1 and elsewhere["accuracy"] is None
+    (on_this,), (elsewhere,) = (
+        Advice(place, workload, records=(run,)).decision(["l2l"]).rows for place in places
+    )
+    assert on_this["accuracy"]["num_runs"] == 1 and elsewhere["accuracy"] is None
 
 
 def test_the_door_decides_first_and_then_shows_all() -> None:
-    words = ["advise", "--gpu", "rtx4090", "--host-memory", "64GiB", "--model", "gpt2-xl", "--tokens", "10B"]
-    words += ["-m", "resident,l2l,zero-offload", "--dtype", "fp32", "-b", "4"]
-    ended = cli.run(*words, "--json")
+    arguments = [
+        "advise",
+        "--gpu",
+        "rtx4090",
+        "--host-memory",
+        "64GiB",
+        "--model",
+        "gpt2-xl",
+        "--tokens",
+        "10B",
+    ]
+    arguments += ["-m", "resident,l2l,zero-offload", "--dtype", "fp32", "-b", "4"]
+    ended = cli.run(*arguments, "--json")
     first, *rows = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [row["fits"] for row in rows] == [True, True, False] and rows[-1]["method"] == "resident"
     assert (
@@ -386,7 +402,7 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
     assert rows[0]["mfu"] == pytest.approx(
         model_flops.model_flops_per_step / rows[0]["step_seconds"] / 82.6e12
     )
-    lines = cli.run(*words).stdout.splitlines()
+    lines = cli.run(*arguments).stdout.splitlines()
     assert lines[0].startswith(
         f"train gpt2-xl (1.558 B parameters) on rtx4090 with 64.0 GiB of host memory by {rows[0]['method']}, fp32,"
         " batch 4 x 1024: "
@@ -403,7 +419,7 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         ("--gpu rtx4099", "did you mean rtx4090?"),
         ("--gpu rx1", "or give the GPU's numbers: --device-memory 24GB --fact gpu_tflops=80"),
@@ -418,8 +434,8 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
         ("-l 2,4", "expected one model and size, got several; try ./run.sh plan"),
     ],
 )
-def test_a_wrong_word_is_one_line(words: str, said: str) -> None:
-    ended = cli.run("advise", *words.split())
+def test_a_wrong_word_is_one_line(arguments: str, said: str) -> None:
+    ended = cli.run("advise", *arguments.split())
     assert ended.returncode == 2 and said in ended.stderr and ended.stderr.count("\n") == 1
 
 
@@ -436,11 +452,11 @@ def test_a_gpu_of_the_same_numbers_gets_the_same_answer() -> None:
         "disk_read_gb_per_second": 6,
         "disk_write_gb_per_second": 5,
     }
-    words = ["--model", "gpt2-xl", "-m", "l2l,zero-offload", "--host-memory", "51GiB", "--json"]
-    listed = cli.run("advise", "--gpu", "rtx4090", *words).stdout.splitlines()[1:]
-    given = [word for name, value in facts.items() for word in ("--fact", f"{name}={value}")]
+    arguments = ["--model", "gpt2-xl", "-m", "l2l,zero-offload", "--host-memory", "51GiB", "--json"]
+    listed = cli.run("advise", "--gpu", "rtx4090", *arguments).stdout.splitlines()[1:]
+    stated = [word for name, value in facts.items() for word in ("--fact", f"{name}={value}")]
     device = ["--device-memory", f"{22.7 + 0.75}GiB"]
-    other = cli.run("advise", "--gpu", "mine", *device, *given, *words).stdout.splitlines()[1:]
+    other = cli.run("advise", "--gpu", "mine", *device, *stated, *arguments).stdout.splitlines()[1:]
     speeds = [[json.loads(line)["tokens_per_second"] for line in lines] for lines in (listed, other)]
     assert speeds[0] == pytest.approx(speeds[1])
 
@@ -450,14 +466,14 @@ def test_without_rates_the_first_line_says_to_measure_them(
 ) -> None:
     monkeypatch.setattr(machine, "rates", lambda device, workload: None)
     monkeypatch.setattr(machine, "gpu", lambda: {})
-    told = cli.run("advise", "-m", "resident,stronghold", "--results", tmp_path).stdout.splitlines()
-    assert told[0].startswith("measure this machine first, whose rates are not known: 2 methods can train ")
-    assert told[0].endswith(" of host memory")
-    assert told[1].startswith("next, here: ./run.sh doctor --calibrate ")
+    lines = cli.run("advise", "-m", "resident,stronghold", "--results", tmp_path).stdout.splitlines()
+    assert lines[0].startswith("measure this machine first, whose rates are not known: 2 methods can train ")
+    assert lines[0].endswith(" of host memory")
+    assert lines[1].startswith("next, here: ./run.sh doctor --calibrate ")
 
 
 def test_plan_and_advise_find_the_same_largest_depth_on_a_named_machine(tmp_path: Path) -> None:
-    words = (
+    arguments = (
         "--model",
         "gpt2-xl",
         "-m",
@@ -472,8 +488,8 @@ def test_plan_and_advise_find_the_same_largest_depth_on_a_named_machine(tmp_path
         "--dtype",
         "fp32",
     )
-    planned = cli.run("plan", "--machine", "rtx3090", *words).stdout.splitlines()
-    advised = cli.run("advise", "--gpu", "rtx3090", *words, "--results", tmp_path).stdout.splitlines()[1:]
+    planned = cli.run("plan", "--machine", "rtx3090", *arguments).stdout.splitlines()
+    advised = cli.run("advise", "--gpu", "rtx3090", *arguments, "--results", tmp_path).stdout.splitlines()[1:]
     depths = [
         {row["method"]: row["largest_layers"] for row in map(json.loads, rows)} for rows in (planned, advised)
     ]
@@ -482,18 +498,18 @@ def test_plan_and_advise_find_the_same_largest_depth_on_a_named_machine(tmp_path
 
 def test_what_does_not_run_here_is_no_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "devices", lambda: ["cpu"])
-    words = ("advise", "-m", "superoffload,resident", "-l", "2", "--results", tmp_path)
-    here, on_a_gpu = (cli.run(*words, *more).stdout for more in ((), ("--gpu", "h200")))
-    assert "does not run here: superoffload: DeepSpeed runs SuperOffload on NVIDIA GPUs only" in here
-    assert "not here" in here and "not here" not in on_a_gpu
+    arguments = ("advise", "-m", "superoffload,resident", "-l", "2", "--results", tmp_path)
+    on_this, on_a_gpu = (cli.run(*arguments, *more).stdout for more in ((), ("--gpu", "h200")))
+    assert "does not run here: superoffload: DeepSpeed runs SuperOffload on NVIDIA GPUs only" in on_this
+    assert "not here" in on_this and "not here" not in on_a_gpu
 
 
 def test_the_machines_to_ask_about_are_listed_those_of_a_file_with_it(tmp_path: Path) -> None:
     (file := tmp_path / "mine.yaml").write_text("desk: {device_memory: 24GiB}")
-    told = cli.run("advise", "-m", "resident", "--results", tmp_path, "--machines", file).stdout.splitlines()[
+    text = cli.run("advise", "-m", "resident", "--results", tmp_path, "--machines", file).stdout.splitlines()[
         -1
     ]
-    assert f"desk in {file}, gh200" in told and " a10, a100-40, " in told
+    assert f"desk in {file}, gh200" in text and " a10, a100-40, " in text
 
 
 def test_a_disk_is_a_size_a_folder_or_both(tmp_path: Path) -> None:
@@ -523,6 +539,6 @@ def test_a_disk_of_two_sizes_is_a_mistake() -> None:
 
 
 def test_a_disk_named_by_its_size_is_the_plans_limit(tmp_path: Path) -> None:
-    words = ("--gpu", "rtx4090", "-l", 2, "-m", "resident", "--results", tmp_path, "--json")
-    decided = json.loads(cli.run("advise", *words, "--disk", "1TB").stdout.splitlines()[0])
+    arguments = ("--gpu", "rtx4090", "-l", 2, "-m", "resident", "--results", tmp_path, "--json")
+    decided = json.loads(cli.run("advise", *arguments, "--disk", "1TB").stdout.splitlines()[0])
     assert any(call.endswith("--disk-memory 1000GB") for call in decided["next"].values())

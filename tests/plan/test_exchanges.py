@@ -78,8 +78,11 @@ def test_a_step_that_the_exchange_binds_takes_its_bytes_over_the_rate(
     trained = create(name, options)
     plan = trained.plan(workload, Room())
     assert sum(plan.exchanged.values()) == pytest.approx(sent, rel=1e-3)  # parts end in padding
-    found = predicted(trained, workload, plan, SLOW, options["world_size"])
-    assert found.seconds == pytest.approx(sent / 1e3, rel=1e-3) and found.binds == "exchanges between ranks"
+    forecast = predicted(trained, workload, plan, SLOW, options["world_size"])
+    assert (
+        forecast.seconds == pytest.approx(sent / 1e3, rel=1e-3)
+        and forecast.binds == "exchanges between ranks"
+    )
     assert least_seconds(workload, plan, SLOW) == pytest.approx(sent / 1e3, rel=1e-3)
 
 
@@ -111,7 +114,8 @@ def test_one_rank_sends_nothing(name: str) -> None:
         plans = [trained.plan(workload, Room(rates=rates)) for rates in (RATES, SLOW)]
         assert not any(sum(plan.exchanged.values()) for plan in plans)
         seconds = [
-            predicted(trained, workload, plan, each) for plan, each in zip(plans, (RATES, SLOW), strict=True)
+            predicted(trained, workload, plan, rates)
+            for plan, rates in zip(plans, (RATES, SLOW), strict=True)
         ]
         assert seconds[0] == seconds[1]
 
@@ -147,8 +151,8 @@ def test_a_pipeline_s_messages_and_its_replicas_sums_take_the_link_s_time() -> N
     replicas = {"world_size": 2, "num_stages": 1, "chunk_size": 2}
     slow = dataclasses.replace(SLOW, inbound_bytes_per_second=1e4, outbound_bytes_per_second=1e4)
     for options, sent in ((pipeline, 2 * BOUNDARY * (1 + 2 / 10)), (replicas, 2 * 4 * ALL / 2)):
-        found = create("varuna", options).plan(LOAD, Room(rates=slow)).step_seconds
-        assert found == pytest.approx(sent / 1e3, rel=1e-3)
+        forecast = create("varuna", options).plan(LOAD, Room(rates=slow)).step_seconds
+        assert forecast == pytest.approx(sent / 1e3, rel=1e-3)
 
 
 def test_devices_without_a_link_of_their_own_exchange_over_the_link_to_the_host() -> None:

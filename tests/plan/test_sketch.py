@@ -52,10 +52,10 @@ def sketched_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     anatomy._of_config.cache_clear()
 
 
-def reason(folder: Path, config: str | dict[str, Any], *words: str) -> str:
+def reason(folder: Path, config: str | dict[str, Any], *arguments: str) -> str:
     """The code of the reason in the one line with which `plan` refuses the model; empty if it plans it."""
     (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
-    ended = cli.run("plan", "-m", "resident", "--model", str(folder), "--seq", "16", "-b", "1", *words)
+    ended = cli.run("plan", "-m", "resident", "--model", str(folder), "--seq", "16", "-b", "1", *arguments)
     lines = [line for line in ended.stderr.splitlines() if " here is " not in line]
     if ended.returncode == 0 and not lines:
         return ""
@@ -148,13 +148,13 @@ def test_a_model_is_sketched_with_all_that_it_has_for_each_layer(tmp_path: Path)
 
 
 def test_one_sketch_serves_every_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    modules: list[str] = []
     answered = anatomy.ask
     monkeypatch.setattr(
-        anatomy, "ask", lambda module, config: asked.append(module) or answered(module, config)
+        anatomy, "ask", lambda module, config: modules.append(module) or answered(module, config)
     )
     assert [reason(tmp_path, config_of("llama"), "-l", number) for number in ("1", "4", "12")] == ["", "", ""]
-    assert asked == ["harness.plan.sketch"]
+    assert modules == ["harness.plan.sketch"]
 
 
 def test_learned_positions_bound_a_sample(tmp_path: Path) -> None:
