@@ -41,8 +41,8 @@ from harness.core.cpu_cores import available_cores
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import probe
+from harness.gate.evidence import Trial
 from harness.gate.probe import Probe
-from harness.gate.trial import Trial
 from harness.gate.verdict import judge, with_probe
 from harness.models import named_models
 from methods.shared.roundings import ROUNDINGS

@@ -15,8 +15,8 @@ from harness.core.job import Job
 from harness.core.record import Gate, Record
 from harness.gate import evidence
 from harness.gate.court import is_peer, judge_run, model_of, reference_of
+from harness.gate.evidence import Trial
 from harness.gate.probe import RATES, ROUNDED, Probe
-from harness.gate.trial import Trial
 from harness.gate.verdict import SEVERITY
 
 JUDGED_HERE = "judged here, not by the sender"

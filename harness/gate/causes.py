@@ -68,7 +68,7 @@ def without_decay(record: Record, reference: Record) -> str:
         return ""
     far = median_of(matrices[name] for name in undecayed)
     others = "where all other tensors agree: as without decay there"
-    return f"{evidence.some(undecayed)}: {far:.1e} larger at the end than in the reference, {others}"
+    return f"{evidence.names_text(undecayed)}: {far:.1e} larger at the end than in the reference, {others}"
 
 
 def outstanding(record: Record, reference: Record) -> str:

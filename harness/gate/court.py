@@ -19,9 +19,8 @@ from harness.core import method
 from harness.core.job import MOST_LAYERS, Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import departures, probe
-from harness.gate.evidence import is_same, other_scales, promises_bits
+from harness.gate.evidence import Trial, is_same, other_scales, promises_bits
 from harness.gate.probe import Extent, Probe
-from harness.gate.trial import Trial
 from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_probe
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from harness.core.job import BETAS
 from harness.core.record import Record
-from harness.gate import causes, evidence
-from harness.gate.evidence import COMPARED, LEAST, comparable_steps, differences
+from harness.gate import causes, evidence, flaws
+from harness.gate.evidence import COMPARED, LEAST, Trial, comparable_steps, differences
 from harness.gate.limits import (
     DROPOUT_ALLOWED,
     FAINT,
@@ -27,7 +27,6 @@ from harness.gate.limits import (
     published,
     rounded_share,
 )
-from harness.gate.trial import Trial
 
 # Largest allowed relative error of the distance that a tensor moved, compared with the reference.
 SIZE_TOLERANCE = 0.1
@@ -73,15 +72,18 @@ def of_run(record: Record, reference: Record) -> Departure | None:
     limits = published(record, reference)
     if must_be_exact:
         limits = limits._replace(losses=[0.0] * len(limits.losses))
-    found = in_steps(record, reference, limits)
-    if found and found.reason in ("update", "later"):
+    in_step = in_steps(record, reference, limits)
+    if in_step and in_step.reason not in ("update", "later"):
+        return in_step
+    partial = _partial_update(record, reference)
+    if in_step and must_be_exact:
+        return partial or in_step
+    if in_step:
         # At the published rate, a fault grows so slowly that it exceeds the tolerance late: it may have begun at any
         # step before, so name no step as its cause.
-        found = _partial_update(record, reference) or (
-            found if must_be_exact else Departure("loss", found.seen)
-        )
-    found = found or _partial_update(record, reference) or _update_size(record, reference)
-    return found or in_tensors(record, reference, limits) or _grown_keys(record)
+        return partial or Departure("loss", in_step.seen)
+    of_size = partial or _update_size(record, reference)
+    return of_size or in_tensors(record, reference, limits) or _grown_keys(record)
 
 
 def drops_nothing(record: Record, reference: Record, undropped: Record) -> bool:
@@ -102,12 +104,12 @@ def of_trial(trial: Trial) -> Departure | None:
     """Return the departure of a probe that trained; None if there is none. A departure is a flaw of the record itself,
     other tensors or loss scales than the reference's, or a difference larger than rounding allows."""
     record, reference = trial.record, trial.reference
-    if flaw := evidence.flaw(record):
+    if flaw := flaws.flaw(record):
         return Departure(flaw.reason, flaw.text)
     if set(record.tensors) != set(reference.tensors):
         return Departure("missing", "the tensors are not the reference's")
-    if trial.dtype != "fp16" and (told := evidence.other_scales(record, reference)):
-        return Departure("loss-scale", told)
+    if trial.dtype != "fp16" and (text := evidence.other_scales(record, reference)):
+        return Departure("loss-scale", text)
     return beyond_rounding(trial, evidence.promises_bits(record))
 
 
@@ -120,7 +122,7 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
     if not others and not is_held_to_bits:
         return Departure("weights", "the probe ends at other bits, and there is no measure of rounding")
     rounding = floor(reference, others or [reference])
-    naming = rounding.times(NAMING)._replace(told=AS_ROUNDED, faint=FAINT)
+    naming = rounding.times(NAMING)._replace(text=AS_ROUNDED, faint=FAINT)
     partial = causes.partly_trained(record, reference, others)
     departs = departure(record, reference, of_probe(rounding, reference))
     named = first_loss(trial) or departure(record, reference, naming)
@@ -144,17 +146,17 @@ def first_loss(trial: Trial) -> Departure | None:
     limit = NAMING * max(LEAST, *rounded, 0.0)
     if far <= limit:
         return None
-    message = _told("loss", 1, (record.losses[0], reference.losses[0]), (far, limit), AS_ROUNDED)
+    message = _difference_text("loss", 1, (record.losses[0], reference.losses[0]), (far, limit), AS_ROUNDED)
     return Departure("forward", f"{message}, before any update", FORWARD, 1)
 
 
 def first_loss_beyond(record: Record, other: Record) -> str:
     """Return, as text, the first loss that differs from another method's by more than allowed; empty if none does."""
     tolerance = LOSS_TOLERANCE[evidence.kernels(record)]
-    for step, ours, theirs, difference in evidence.loss_differences(record, other):
+    for step, loss, other_loss, difference in evidence.loss_differences(record, other):
         if not difference <= tolerance:
             allowed = f"relative {difference:.1e}, {tolerance:g} allowed"
-            return f"loss {ours:.7g} instead of {theirs:.7g} at step {step} ({allowed})"
+            return f"loss {loss:.7g} instead of {other_loss:.7g} at step {step} ({allowed})"
     return ""
 
 
@@ -174,34 +176,38 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
         step = at + 1
         if at < len(losses) and not losses[at] <= limits.losses[at]:
             pair = record.losses[at], reference.losses[at]
-            told = _told("loss", step, pair, (losses[at], limits.losses[at]), limits.told)
+            seen = _difference_text("loss", step, pair, (losses[at], limits.losses[at]), limits.text)
             if step == 1:
-                return Departure("forward", f"{told}, before any update", FORWARD, step)
-            return _of_update(step, told, losses[at] <= limits.faint * limits.losses[at])
+                return Departure("forward", f"{seen}, before any update", FORWARD, step)
+            return _of_update(step, seen, losses[at] <= limits.faint * limits.losses[at])
         if at < len(norms) and not norms[at] <= limits.norms[at]:
             pair = record.grad_norms[at], reference.grad_norms[at]
-            told = _told("gradient norm", step, pair, (norms[at], limits.norms[at]), limits.told)
+            seen = _difference_text("gradient norm", step, pair, (norms[at], limits.norms[at]), limits.text)
             is_faint = norms[at] <= limits.faint * limits.norms[at]
             # Wrong weights change the loss, too. So if only the norm is wrong, the gradient is.
             if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
-                is_in_parts = record.job.workload.micro_batches > 1
-                cause = (
-                    GRADIENT
-                    + SUMMED_PARTS * is_in_parts
-                    + STALE.format(step) * (step > 1)
-                    + AS_FAINT * is_faint
-                )
-                return Departure("gradient", f"{told}, where the loss still agrees", cause, step)
-            return _of_update(step, told, is_faint)
+                return _of_gradient(step, seen, record.job.workload.micro_batches > 1, is_faint)
+            return _of_update(step, seen, is_faint)
     return None
 
 
-def _of_update(step: int, told: str, is_faint: bool) -> Departure:
-    if step == 2:
-        return Departure("update", told, UPDATE + AS_FAINT * is_faint, step)
+def _of_gradient(step: int, seen: str, is_in_parts: bool, is_faint: bool) -> Departure:
+    cause = GRADIENT
+    if is_in_parts:
+        cause += SUMMED_PARTS
+    if step > 1:
+        cause += STALE.format(step)
     if is_faint:
-        return Departure("update", told, UP_TO.format(step - 1, step) + AS_FAINT, step)
-    return Departure("later", told, LATER.format(step - 1, step), step)
+        cause += AS_FAINT
+    return Departure("gradient", f"{seen}, where the loss still agrees", cause, step)
+
+
+def _of_update(step: int, seen: str, is_faint: bool) -> Departure:
+    if step == 2:
+        return Departure("update", seen, UPDATE + AS_FAINT * is_faint, step)
+    if is_faint:
+        return Departure("update", seen, UP_TO.format(step - 1, step) + AS_FAINT, step)
+    return Departure("later", seen, LATER.format(step - 1, step), step)
 
 
 def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
@@ -211,20 +217,20 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
     if comparable_steps(record, reference) < len(reference.losses):
         return None
     for part, (reason, text) in TENSORS.items():
-        found, most = COMPARED[part](record, reference), limits.tensors.get(part, {})
-        beyond = {name: far / most[name] for name, far in found.items() if name in most}
+        by_name, most = COMPARED[part](record, reference), limits.tensors.get(part, {})
+        beyond = {name: far / most[name] for name, far in by_name.items() if name in most}
         if not beyond:
             continue
         worst = max(beyond, key=lambda name: math.inf if math.isnan(beyond[name]) else beyond[name])
+        median, tensor = median_of(by_name.values()), ""
         if not beyond[worst] <= 1:
-            far, limit = as_different(found[worst], most[worst])
-            return Departure(
-                reason, f"losses agree, but {worst} {text.format(far)} ({limits.told.format(limit)})"
-            )
-        if not (median := median_of(found.values())) <= limits.medians[part]:
-            far, limit = as_different(median, limits.medians[part])
-            message = f"losses agree, but the median tensor {text.format(far)} ({limits.told.format(limit)})"
-            return Departure(reason, message)
+            tensor, pair = worst, (by_name[worst], most[worst])
+        elif not median <= limits.medians[part]:
+            tensor, pair = "the median tensor", (median, limits.medians[part])
+        if tensor:
+            far, limit = as_different(*pair)
+            seen = f"losses agree, but {tensor} {text.format(far)} ({limits.text.format(limit)})"
+            return Departure(reason, seen)
     return None
 
 
@@ -270,12 +276,12 @@ def _grown_keys(record: Record) -> Departure | None:
         if tensor.get("left_out") == "keys":
             keys = math.sqrt(max(0.0, tensor.get("size", 0.0) ** 2 - tensor["moved"] ** 2))
             if keys > allowed + ROUNDED_AWAY * tensor["moved"]:
-                told = f"{name}: the keys' part is {keys:.1e} large, where AdamW cannot make it more than {allowed:.1e}"
-                return Departure("weights", told)
+                most = f"where AdamW cannot make it more than {allowed:.1e}"
+                return Departure("weights", f"{name}: the keys' part is {keys:.1e} large, {most}")
     return None
 
 
-def _told(
+def _difference_text(
     what: str,
     step: int,
     pair: tuple[float | None, float | None],

@@ -105,16 +105,19 @@ class Limits(NamedTuple):
     norms: Sequence[float]
     tensors: dict[str, dict[str, float]]  # by compared fact, then by the tensor's name
     medians: dict[str, float]
-    told: str = "{} allowed"  # a limit as text
+    text: str = "{} allowed"  # a limit as text
     # a factor: a departure below `faint` times its limit may have its cause in an earlier step
     faint: float = 0.0
 
     def times(self, factor: float) -> Limits:
+        tensors = {}
+        for part, limits in self.tensors.items():
+            tensors[part] = {name: factor * limit for name, limit in limits.items()}
         return Limits(
-            [factor * each for each in self.losses],
-            [factor * each for each in self.norms],
-            {part: {name: factor * each for name, each in own.items()} for part, own in self.tensors.items()},
-            {part: factor * each for part, each in self.medians.items()},
+            [factor * limit for limit in self.losses],
+            [factor * limit for limit in self.norms],
+            tensors,
+            {part: factor * limit for part, limit in self.medians.items()},
         )
 
     def of_norms_summed_by(self, reference: Record) -> Limits:
@@ -122,35 +125,33 @@ class Limits(NamedTuple):
         squares that gives the norm."""
         largest = reference.job.workload.anatomy.largest_numel
         least = 0.0 if reference.job.device == "cuda" else NORM_ROUNDING * largest**1.5
-        return self._replace(norms=[max(least, each) for each in self.norms])
+        return self._replace(norms=[max(least, limit) for limit in self.norms])
 
     def of_rounded_betas(self) -> Limits:
-        least = {name: max(BETA_ROUNDING, each) for name, each in self.tensors["exp_avg_sq"].items()}
-        median = max(BETA_ROUNDING, self.medians["exp_avg_sq"])
-        return self._replace(
-            tensors=self.tensors | {"exp_avg_sq": least}, medians=self.medians | {"exp_avg_sq": median}
-        )
+        """Return these limits, but with those of second moments raised to at least the rounding of beta2."""
+        part = "exp_avg_sq"
+        raised = {name: max(BETA_ROUNDING, limit) for name, limit in self.tensors[part].items()}
+        median = max(BETA_ROUNDING, self.medians[part])
+        return self._replace(tensors=self.tensors | {part: raised}, medians=self.medians | {part: median})
 
     def alike(self) -> Limits:
         """Return limits in which every tensor has the largest limit that any tensor has."""
-        largest = {part: max(own.values(), default=0.0) for part, own in self.tensors.items()}
-        return self._replace(
-            tensors={part: dict.fromkeys(own, largest[part]) for part, own in self.tensors.items()}
-        )
+        tensors = {}
+        for part, limits in self.tensors.items():
+            tensors[part] = dict.fromkeys(limits, max(limits.values(), default=0.0))
+        return self._replace(tensors=tensors)
 
 
 def of_probe(rounding: Limits, reference: Record) -> Limits:
     """Return the limits of a probe: multiples of its floor, `rounding`."""
     load = reference.job.workload
     deeper = max(1.0, load.num_layers / DEPTH)
-    limits = rounding.times(
-        (ALLOWED if load.dtype == "fp32" else ALLOWED_IN_HALF) * deeper
-    ).of_rounded_betas()
+    allowed = ALLOWED if load.dtype == "fp32" else ALLOWED_IN_HALF
+    limits = rounding.times(allowed * deeper).of_rounded_betas()
     if load.dtype != "bf16":
         return limits
-    return limits._replace(
-        medians=limits.medians | {"way": ALLOWED_MEDIAN_WAY * deeper * rounding.medians["way"]}
-    )
+    median_way = ALLOWED_MEDIAN_WAY * deeper * rounding.medians["way"]
+    return limits._replace(medians=limits.medians | {"way": median_way})
 
 
 def published(record: Record, reference: Record) -> Limits:
@@ -159,14 +160,14 @@ def published(record: Record, reference: Record) -> Limits:
     steps, names = len(reference.losses), list(reference.tensors)
     unsettled = max(1.0, math.sqrt(SETTLED_STEPS / steps))
     moment = MOMENT_TOLERANCE[where[1]]
-    each = {"way": unsettled * DISTANCE_TOLERANCE[where], "exp_avg": moment, "exp_avg_sq": 2 * moment}
+    largest = {"way": unsettled * DISTANCE_TOLERANCE[where], "exp_avg": moment, "exp_avg_sq": 2 * moment}
     medians = {
         "way": unsettled * MEDIAN_DISTANCE_TOLERANCE,
         "exp_avg": MEDIAN_TOLERANCE,
         "exp_avg_sq": 2 * MEDIAN_TOLERANCE,
     }
-    tensors = {part: dict.fromkeys(names, limit) for part, limit in each.items()}
-    tensors["way"] = {name: each["way"] + rounded_share(reference, name) for name in names}
+    tensors = {part: dict.fromkeys(names, limit) for part, limit in largest.items()}
+    tensors["way"] = {name: largest["way"] + rounded_share(reference, name) for name in names}
     limits = Limits([LOSS_TOLERANCE[where]] * steps, [NORM_TOLERANCE[where]] * steps, tensors, medians)
     return limits.of_norms_summed_by(reference)
 
@@ -193,10 +194,11 @@ def floor(reference: Record, others: Sequence[Record]) -> Limits:
     # In fp16 a rounding may decide whether a step overflows: whoever skips other steps ends elsewhere.
     alike = [other for other in others if evidence.comparable_steps(other, reference) == num] or others
     for part, compare in COMPARED.items():
-        found = [compare(other, reference) for other in alike]
-        medians[part] = max([LEAST, *(median_of(far.values()) for far in found)])
+        differences = [compare(other, reference) for other in alike]
+        medians[part] = max([LEAST, *(median_of(by_name.values()) for by_name in differences)])
         tensors[part] = {
-            name: max(medians[part], *(far.get(name, 0.0) for far in found)) for name in found[0]
+            name: max(medians[part], *(by_name.get(name, 0.0) for by_name in differences))
+            for name in differences[0]
         }
     return Limits(_largest_so_far(losses, num), _largest_so_far(norms, num), tensors, medians)
 
@@ -204,8 +206,11 @@ def floor(reference: Record, others: Sequence[Record]) -> Limits:
 def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
     """Return, for each of `num` steps, the largest difference in any series up to this step. The first FIRST steps
     share the largest difference of all these steps."""
-    ends = [max(FIRST, step) for step in range(1, num + 1)]
-    return [max([LEAST, *(value for each in series for value in each[:end])]) for end in ends]
+    largest = []
+    for step in range(1, num + 1):
+        end = max(FIRST, step)
+        largest.append(max([LEAST, *(value for values in series for value in values[:end])]))
+    return largest
 
 
 def median_of(values: Iterable[float]) -> float:

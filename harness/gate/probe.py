@@ -32,7 +32,7 @@ from typing import NamedTuple
 from harness.base.checkout import ROOT
 from harness.core.job import EPSILON, MOST_LAYERS, Job, Workload
 from harness.core.record import Gate
-from harness.gate.trial import Trial
+from harness.gate.evidence import Trial
 
 LEARNING_RATE = 3.75e-3
 # With a clipped gradient: the learning rate, and the root mean square of the gradient's elements. In each step AdamW

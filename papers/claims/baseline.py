@@ -19,7 +19,7 @@ import pandas as pd
 
 from harness.base.counted import counted
 from harness.core.record import Record, records_of
-from harness.gate.evidence import untrained
+from harness.gate.flaws import untrained
 from harness.gate.verdict import judge, together, unasked
 from papers.claims.compare import ALIKE, NONE, SETTING, SLOWER, Comparison, compare, select, side_text
 

@@ -10,7 +10,7 @@ from bench import convention_faults, gate_power
 from bench.gate_power import PowerCase
 from harness.core.record import Record
 from harness.gate import departures
-from harness.gate.trial import Trial
+from harness.gate.evidence import Trial
 from tests.support.configured import configured
 
 # By the family that has a convention, the faults that break it.

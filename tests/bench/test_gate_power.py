@@ -13,7 +13,7 @@ from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.record import Gate, Record
 from harness.gate import departures
-from harness.gate.trial import Trial
+from harness.gate.evidence import Trial
 from tests.support.training import STEPS
 
 FIGURES = json.loads((ROOT / "results" / "gate-power.json").read_text())["figures"]

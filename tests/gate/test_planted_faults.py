@@ -11,7 +11,7 @@ from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.gate import departures, probe
 from harness.gate.departures import Departure
-from harness.gate.trial import Trial
+from harness.gate.evidence import Trial
 from tests.support.tiny import TINY
 
 DTYPES = ("fp32", "bf16", "fp16")

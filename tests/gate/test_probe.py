@@ -15,8 +15,8 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import departures, evidence, limits, probe
 from harness.gate.court import ProbeTraining, skips_differ
+from harness.gate.evidence import Trial
 from harness.gate.probe import ALL_LAYERS, NONE, Extent, Probe, capped
-from harness.gate.trial import Trial
 from harness.gate.verdict import judge, with_probe
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve

@@ -12,8 +12,8 @@ import pytest
 from harness.core.job import WEIGHT_DECAY, Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import causes
+from harness.gate.evidence import Trial
 from harness.gate.probe import Probe
-from harness.gate.trial import Trial
 from harness.gate.verdict import judge, needs_no_probe, together, with_probe
 from harness.run import worker
 from tests.support.planting import planted

@@ -17,8 +17,8 @@ from harness.core.record import Record
 from harness.devices.memory_account import Tracker
 from harness.gate import departures, probe
 from harness.gate.departures import Departure
+from harness.gate.evidence import Trial
 from harness.gate.inspect_training import Kernels
-from harness.gate.trial import Trial
 from harness.simulation.batches import token_batches
 from methods.engines.turns import Turns
 from tests.methods.test_agree import largest_difference, micro_batched
