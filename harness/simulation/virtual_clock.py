@@ -175,9 +175,9 @@ class DeviceLink:
 def updated_params(op: Op) -> int:
     """Return the number of parameters that an op updates: 0 unless the op is an AdamW kernel, of this project or of
     torch."""
-    return (
-        sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]])) if op.name in UPDATES else 0
-    )
+    if op.name not in UPDATES:
+        return 0
+    return sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]]))
 
 
 def flops_of(op: Op) -> float:
@@ -218,13 +218,8 @@ class Due:
     def __init__(
         self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, about: list[Span]
     ) -> None:
-        self.pool, self.deadline, self.released, self.left, self.about = (
-            pool,
-            deadline,
-            released,
-            seconds,
-            about,
-        )
+        self.pool, self.deadline, self.released = pool, deadline, released
+        self.left, self.about = seconds, about
         self.end = math.inf
 
     def result(self) -> None:

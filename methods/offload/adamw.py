@@ -95,7 +95,6 @@ def update(
     """
     if not runs:
         return
-    is_ahead = target.weights is not source.weights
     if takes_one_pass(source, grads.device.type):
         start, stop = runs[0][0].start, runs[-1][-1].stop
         slabs = [[slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target)]
@@ -115,13 +114,19 @@ def update(
         return
     for run in runs:
         start, stop = run[0].start, run[-1].stop
-        block = target.cut(start, stop)
-        if is_ahead:
-            for updated, current in zip(block, source.cut(start, stop), strict=True):
-                if updated is not None and current is not None:
-                    updated.copy_(current)
+        block = _copied(source, target, start, stop)
         pieces = [Piece(piece.start - start, piece.stop - start, piece.group) for piece in run]
         _update_by_torch(grads[start:stop].float(), block, pieces, step, factor)
+
+
+def _copied(source: State, target: State, start: int, stop: int) -> State:
+    """Return the elements [start, stop) of the target, after a copy of the source's if these are two states."""
+    block = target.cut(start, stop)
+    if target.weights is not source.weights:
+        for slab, current in zip(block, source.cut(start, stop), strict=True):
+            if slab is not None and current is not None:
+                slab.copy_(current)
+    return block
 
 
 def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings, list[int]]:

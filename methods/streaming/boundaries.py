@@ -13,7 +13,7 @@ keeps itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ class Boundary:
         kept."""
         if not torch.is_grad_enabled():
             return xs
-        sizes = (aligned(tensor.nbytes, ALIGNED) for x in xs for tensor in x if _travels(tensor))
+        travelling = filter(_travels, chain.from_iterable(xs))
+        sizes = (aligned(tensor.nbytes, ALIGNED) for tensor in travelling)
         places = list(pairwise(accumulate(sizes, initial=0)))
         self.kept = room = self.slot.take(places[-1][1] if places else 0)
         parts = iter([room[start:end] for start, end in places])

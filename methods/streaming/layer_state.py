@@ -182,9 +182,8 @@ class LayerState:
 
     def bind(self, weights: Tensor) -> None:
         """Make the module's parameters views of the slab `weights` on the device."""
-        for (name, parameter), weight in zip(
-            [*self._parameters().items()], self.layout.views(weights), strict=True
-        ):
+        parameters = [*self._parameters().items()]
+        for (name, parameter), weight in zip(parameters, self.layout.views(weights), strict=True):
             if parameter.is_meta:
                 parameter = nn.Parameter(weight)
                 self.adopt(name, parameter)

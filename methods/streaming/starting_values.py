@@ -29,9 +29,7 @@ def draw(states: Sequence[LayerState], workload: Workload) -> None:
 
 def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
     """Fill the layers with the starting values that initialize() writes into named fp32 tensors."""
-    in_memory, on_disk = (
-        [state for state in states if (state.shelf is None) is is_in_memory] for is_in_memory in (True, False)
-    )
+    in_memory = [state for state in states if state.shelf is None]
     if in_memory:
         initialize(pair for state in in_memory for pair in state.to_draw(state.current))
         _call_in_threads(in_memory, lambda state: state.keep_drawn(state.current))
@@ -43,7 +41,7 @@ def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str,
 
         return shelf.visit(work)
 
-    for visit in [begin(state, state.shelf) for state in on_disk if state.shelf]:
+    for visit in [begin(state, state.shelf) for state in states if state.shelf]:
         visit.result()
 
 

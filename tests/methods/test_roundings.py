@@ -27,18 +27,18 @@ def gradients(rounding: str | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> dict[str, torch.Tensor]:
+def plain_gradients() -> dict[str, torch.Tensor]:
     return gradients(None)
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_a_rounding_computes_the_same_gradients_in_other_bits(
-    name: str, theirs: dict[str, torch.Tensor]
+    name: str, plain_gradients: dict[str, torch.Tensor]
 ) -> None:
-    ours = gradients(name)
-    for tensor, right in theirs.items():
-        assert torch.dist(ours[tensor], right) <= 1e-4 * right.norm() + 1e-9, tensor
-    assert any(not torch.equal(ours[tensor], right) for tensor, right in theirs.items())
+    rounded_gradients = gradients(name)
+    for tensor, right in plain_gradients.items():
+        assert torch.dist(rounded_gradients[tensor], right) <= 1e-4 * right.norm() + 1e-9, tensor
+    assert any(not torch.equal(rounded_gradients[tensor], right) for tensor, right in plain_gradients.items())
 
 
 def test_the_probe_s_roundings_are_some_of_them_and_others_are_left_to_try_it_by() -> None:

@@ -162,10 +162,10 @@ def of_two(method: str, machine: VirtualMachine, exchange_seconds: float, **opti
 )
 def test_the_link_between_devices_carries_what_the_plan_counts(name: str, options: dict[str, Any]) -> None:
     """Where nothing else takes time, a step is that; but for the bytes of the norm, and of the first step's window."""
-    found = of_two(name, VirtualMachine(), 1.0, **options)
+    training = of_two(name, VirtualMachine(), 1.0, **options)
     plan = create(name, {"world_size": 2, **options}).plan(WORKLOAD, Room())
     seconds = sum(plan.exchanged.values()) / (2 * WORKLOAD.layer_params)
-    assert found.last_step_seconds == pytest.approx(seconds, rel=0.01)
+    assert training.last_step_seconds == pytest.approx(seconds, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "options"), [("l2l", {}), ("stronghold", {"window_size": 3})])
@@ -189,7 +189,7 @@ def test_gathers_hide_behind_compute_and_sums_do_not() -> None:
 
 def test_an_exchange_takes_the_first_gap_of_the_link() -> None:
     link = DeviceLink()
-    assert [link.carry(*each) for each in ((10, 5), (0, 4), (3, 7), (3, 6))] == [15, 4, 22, 10]
+    assert [link.carry(*exchange) for exchange in ((10, 5), (0, 4), (3, 7), (3, 6))] == [15, 4, 22, 10]
 
 
 def on_device(num_bytes: int) -> torch.Tensor:
@@ -280,15 +280,15 @@ def test_the_schedule_is_near_its_bound(
     machine_name: str, num_layers: int, clipping: str | None, least: float
 ) -> None:
     """The host's memory binds the first two, compute the last."""
-    found = virtual.point(machine_name, num_layers, clipping)
-    assert not isinstance(found, str) and least <= found.share <= 1.0
+    step = virtual.point(machine_name, num_layers, clipping)
+    assert not isinstance(step, str) and least <= step.share <= 1.0
 
 
 @pytest.mark.heavy
 def test_fp16_waits_no_longer_where_it_updates_ahead_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(virtual.DTYPES, "h200", "fp16")
-    found = virtual.point("h200", 48, "speculate")
-    assert not isinstance(found, str) and found.share >= 0.95
+    step = virtual.point("h200", 48, "speculate")
+    assert not isinstance(step, str) and step.share >= 0.95
 
 
 def test_the_update_that_is_needed_first_goes_first() -> None:

@@ -54,10 +54,8 @@ UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates by the hos
 UPDATED_THERE = {"cpu": 1024, "cuda": 2048}
 # Passes that are queued together: a GPU that is waited for after each pass stands still while the next is launched.
 PASSES_AT_ONCE = {"cpu": 1, "cuda": 4}
-MOST_UPDATED = (
-    # most layers that are updated at once; more threads share these, so the memory does not grow with cores
-    16
-)
+# most layers that are updated at once; more threads share these, so the memory does not grow with cores
+MOST_UPDATED = 16
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
 SUMMED_BYTES, NUM_SUMS = 32 * 2**20, 8

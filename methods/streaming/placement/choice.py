@@ -210,10 +210,8 @@ class PlacementChoice:
         top layer's updated state is needed last."""
         if self.placement is not None:
             return kinds
-        host_bytes, is_fixed = (
-            self.room.host_bytes,
-            self.room.device_bytes or self.resident_layers is not None,
-        )
+        host_bytes = self.room.host_bytes
+        is_fixed = self.room.device_bytes or self.resident_layers is not None
         movable = len(kinds) - (kinds.count("R") if is_fixed else 0)
 
         def with_disk(count: int) -> str:

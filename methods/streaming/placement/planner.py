@@ -193,10 +193,8 @@ class StepCosts:
             for row, layers in zip(rows, parked, strict=True)
         ]
         embedding = workload.anatomy.end_parts[0]
-        size, updated = (
-            workload.weight_bytes * embedding,
-            max(host_update_seconds(embedding, workload, rates)),
-        )
+        size = workload.weight_bytes * embedding
+        updated = max(host_update_seconds(embedding, workload, rates))
         copied = seconds_of("link outbound", size, rates) + seconds_of("link inbound", size, rates)
         seconds = compute.seconds + copied + updated
         return [*with_ends, Row("the embedding's way home", compute.pool, seconds, {})]

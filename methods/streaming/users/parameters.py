@@ -20,50 +20,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 # What torch does without a look at the values or the gradient.
-METADATA = {
-    getattr(Tensor, name).__get__
-    for name in (
-        *(
-            "shape",
-            "dtype",
-            "device",
-            "layout",
-            "ndim",
-            "is_leaf",
-            "requires_grad",
-            "grad_fn",
-            "is_cuda",
-            "is_cpu",
-        ),
-        *(
-            "is_meta",
-            "is_sparse",
-            "is_quantized",
-            "itemsize",
-            "nbytes",
-            "_version",
-            "_backward_hooks",
-            "_base",
-        ),
-    )
-} | {
-    getattr(Tensor, name)
-    for name in (
-        *(
-            "size",
-            "dim",
-            "ndimension",
-            "numel",
-            "nelement",
-            "element_size",
-            "stride",
-            "storage_offset",
-            "get_device",
-        ),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_shared", "is_pinned", "retain_grad"),
-        *("__len__", "__hash__"),
-    )
-}
+PROPERTIES = (
+    "shape dtype device layout ndim is_leaf requires_grad grad_fn is_cuda is_cpu is_meta is_sparse is_quantized"
+    " itemsize nbytes _version _backward_hooks _base"
+)
+METHODS = (
+    "size dim ndimension numel nelement element_size stride storage_offset get_device is_contiguous is_floating_point"
+    " is_complex is_shared is_pinned retain_grad __len__ __hash__"
+)
+METADATA = {getattr(Tensor, name).__get__ for name in PROPERTIES.split()}
+METADATA |= {getattr(Tensor, name) for name in METHODS.split()}
 METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type}
 
 

@@ -10,26 +10,20 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import CheckpointError
 
-from harness.core.method import Step
 from harness.devices.streams import Device, num_update_threads
-from methods.offload.adamw import Settings
-from methods.offload.clip import Clip
-from methods.shared.loss_scale import LossScale
 from methods.shared.terms import Terms
-from methods.streaming.layer_kinds import LayerSource, send_boundaries_home
+from methods.streaming.layer_kinds import send_boundaries_home
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
-from methods.streaming.starting_values import fill
 from methods.streaming.users.access import (
     UPDATES_HAVE_BEGUN,
     ScriptAccess,
@@ -38,59 +32,23 @@ from methods.streaming.users.access import (
     settle_gradients,
     show,
 )
-from methods.streaming.users.layer import IN_PLACE, UserLayer
-from methods.streaming.users.model import UserModel, give, move_rest, refuse_step
-from methods.streaming.users.parameters import observe
-from methods.streaming.users.state import SavedState, StatesElsewhere, refuse_copy
+from methods.streaming.users.layer import IN_PLACE
+from methods.streaming.users.model import UserModel, move_rest
+from methods.streaming.users.state import SavedState
+from methods.streaming.users.streams import LayerStream, Parts
+from methods.streaming.users.take_over import (
+    layers_of,
+    move_home,
+    observe_script,
+    replace_forwards,
+    take_optimizer,
+)
 
 # By a part of torch's message about a layer's pass, what was expected of the layer.
 MEANT = {
     "a leaf Variable that requires grad": IN_PLACE,
     "modified by an inplace operation": IN_PLACE,
 }
-
-
-class LayerStream(Protocol):
-    """The body of a method's loop over layers. `place`: a layer's index, from 0."""
-
-    states: list[LayerState]
-    scale: LossScale
-    waits: bool  # True: no update begins before finish()
-
-    @property
-    def clip(self) -> Clip:
-        """Return the Clip of the last backward pass."""
-
-    def forward(self, place: int, xs: list[Passed]) -> list[Passed]: ...
-    def begin(self, settings: Settings) -> None:
-        """Begin a backward pass."""
-
-    def backward(self, place: int, dxs: list[Passed]) -> list[Passed]: ...
-    def finish(self, settings: Settings) -> Step:
-        """Update all layers; in fp16 skip the step if the norm is not finite. The returned Step has no
-        meaningful loss.
-        """
-
-    def rewind(self) -> None:
-        """Discard a forward pass that no backward pass follows."""
-
-    def is_late(self) -> bool:
-        """Return whether an update waits for its layer's next visit."""
-
-    def settle(self) -> None:
-        """Do all updates that still wait, so that each layer's home has the layer's newest state."""
-
-    def refetch(self) -> None:
-        """Fetch the prefetched layers again, because their weights at home have changed."""
-
-
-class Parts(NamedTuple):
-    """The arguments from which a trainer makes its LayerStream."""
-
-    device: Device
-    layers: LayerSource
-    ends: LayerState
-    order: Sequence[int]  # order of the gradient norms, which Clip takes
 
 
 class LayerTurn(torch.autograd.Function):
@@ -109,13 +67,8 @@ class LayerTurn(torch.autograd.Function):
         ctx._set_sequence_nr(training.user.layers[place].start)
         plain = [output.detach() for output in outputs]
         ctx.have_gradients = [output.requires_grad for output in outputs]
-        ctx.mark_non_differentiable(
-            *(
-                output
-                for output, has_gradient in zip(plain, ctx.have_gradients, strict=True)
-                if not has_gradient
-            )
-        )
+        pairs = zip(plain, ctx.have_gradients, strict=True)
+        ctx.mark_non_differentiable(*(output for output, has_gradient in pairs if not has_gradient))
         return tuple(plain)
 
     @staticmethod
@@ -126,19 +79,17 @@ class LayerTurn(torch.autograd.Function):
         return None, None, None, None, *ctx.training.down(ctx.place, ctx.number, gradients)
 
 
-class StreamedForward:
-    """Replaces a layer's forward(). This object cannot be copied: a copy of the model would call the original's
-    layers."""
+@dataclass(frozen=True)
+class Script:
+    """What a user's script gives to a trainer. `max_norm`: limit of the norm of all gradients together; 0 or None: no
+    clipping. `accumulates`: True: several backward passes sum their gradients before a step."""
 
-    def __init__(self, training: UserTraining, place: int) -> None:
-        self.training, self.place = training, place
-
-    @torch._disable_dynamo  # type: ignore[no-untyped-call, untyped-decorator]
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.training.visit(self.place, args, options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy()
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    optimizer: torch.optim.AdamW
+    max_norm: float | None
+    device: str
+    accumulates: bool
 
 
 class UserTraining:
@@ -150,25 +101,15 @@ class UserTraining:
 
     stream: LayerStream
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Iterable[nn.Module],
-        optimizer: torch.optim.AdamW,
-        max_norm: float | None,
-        device: str | None,
-        *,
-        accumulates: bool,
-    ) -> None:
+    def __init__(self, script: Script) -> None:
         if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ValueError(f"expected one process, got {num_ranks}; try to run the script without torchrun")
-        name = device or default_device()
-        self.user = UserModel(model, layers, optimizer)
-        self.terms = Terms(self.user.dtype, float(max_norm or 0.0), accumulates=accumulates)
-        self.gpu = Device(name, num_workers=num_update_threads(name))
+        self.user = UserModel(script.model, script.layers, script.optimizer)
+        self.terms = Terms(self.user.dtype, float(script.max_norm or 0.0), accumulates=script.accumulates)
+        self.gpu = Device(script.device, num_workers=num_update_threads(script.device))
         self.device = self.gpu.name
         trained = (parameter for part in (self.user.rest, *self.user.own_parameters) for parameter in part)
-        move_rest(model, trained, self.device)
+        move_rest(script.model, trained, self.device)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
         self.graph_task = -1  # autograd's number of the last backward pass
@@ -180,7 +121,7 @@ class UserTraining:
         self.next_up, self.next_down, self.is_up = 0, 0, False
         self.is_skipped = False  # True: the last step was skipped (fp16)
         self._undo = ExitStack()
-        for parameter in model.parameters():
+        for parameter in script.model.parameters():
             parameter.grad = None
 
     # ---- The two passes, a layer at a time
@@ -501,85 +442,22 @@ class UserTraining:
     def _place(self, make: Callable[[Parts], LayerStream], *, bare: bool = False) -> None:
         """Move the layers to their homes, and the rest of the model to the device. `bare`: True: make no AdamW
         states."""
-        user, gpu = self.user, self.gpu
-        rest = NamedLayer(user.ends, "rest of the model", user.groups_of(user.rest))
-        self.ends = LayerState(gpu, rest, self.terms, Home(on_host=False, bare=bare))
-        _move_home(self.ends, user.rest)
-        for name, parameter in zip(self.ends.layout.names, user.rest, strict=True):
+        rest = NamedLayer(self.user.ends, "rest of the model", self.user.groups_of(self.user.rest))
+        self.ends = LayerState(self.gpu, rest, self.terms, Home(on_host=False, bare=bare))
+        move_home(self.ends, self.user.rest)
+        for name, parameter in zip(self.ends.layout.names, self.user.rest, strict=True):
             self._undo.callback(self.ends.adopt(name, parameter).remove)
         self.ends.collect_gradients(self.ends.grads)
-
-        def start(states: Iterable[LayerState]) -> list[LayerState]:
-            started = []
-            for state in states:
-                # one at a time: the user's copy of a layer is freed before the next home is made
-                assert isinstance(state.module, UserLayer)
-                _move_home(state, state.module.users)
-                started.append(state)
-            return started
-
-        layers = [
-            NamedLayer(layer, prefix, user.groups_of(parameters))
-            for layer, prefix, parameters in zip(user.layers, user.prefixes, user.own_parameters, strict=True)
-        ]
-        self.stream = make(Parts(gpu, LayerSource(self.terms, layers, start), self.ends, user.order))
+        self.stream = make(Parts(self.gpu, layers_of(self.user, self.terms), self.ends, self.user.order))
 
     def _take_over(self) -> None:
         """Replace each layer's forward() by a call of this training, observe the script's uses of the layers'
         parameters, and let the optimizer's state_dict() and load_state_dict() be those of this training."""
-        model, optimizer = self.user.model, self.user.optimizer
-        for place, module in enumerate(self.user.modules):
-            before = vars(module).get("forward")
-            module.forward = StreamedForward(self, place)  # type: ignore[method-assign]
-            self._undo.callback(_restore, module, before)
+        replace_forwards(self, self._undo)
         self._homes = [state.current.weights for state in self.stream.states]
         self.access, self.saved = ScriptAccess(self), SavedState(self)
-        streamed = [parameter for parameters in self.user.own_parameters for parameter in parameters]
-        # autograd's references are hidden from the collector
-        take = weakref.WeakMethod(self.access.take_from_outside)
-        hooks = [
-            *(parameter.register_post_accumulate_grad_hook(partial(_call, take)) for parameter in streamed),
-            model.register_load_state_dict_post_hook(self.saved.take_weights),
-            optimizer.register_step_pre_hook(refuse_step),
-            optimizer.register_state_dict_pre_hook(self.saved.show_none),
-            optimizer.register_state_dict_post_hook(self.saved.add_states),
-            optimizer.register_load_state_dict_pre_hook(self.saved.keep_states),
-            optimizer.register_load_state_dict_post_hook(self.saved.load_states),
-        ]
-        for hook in hooks:
-            self._undo.callback(hook.remove)
-        self._undo.callback(observe(streamed, self.access))
-        self._undo.callback(setattr, optimizer, "state", optimizer.state)
-        optimizer.state = StatesElsewhere()  # type: ignore[assignment]
-
-
-def _call(method: weakref.WeakMethod[Any], parameter: nn.Parameter) -> None:
-    """Call the method, unless its object is gone."""
-    if (living := method()) is not None:
-        living(parameter)
-
-
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _restore(module: nn.Module, before: Any) -> None:
-    if before is None:
-        del module.forward
-    else:
-        module.forward = before
-
-
-def _move_home(state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
-    """Copy the parameters' values into a new state, and make the parameters views of that state's weights."""
-
-    def values(named: Iterable[tuple[str, Tensor]]) -> None:
-        for (_, slab), parameter in zip(named, parameters, strict=True):
-            slab.copy_(parameter.detach())
-
-    fill([state], values)
-    for parameter, weight in zip(parameters, state.layout.views(state.current.weights), strict=True):
-        give(parameter, weight)
+        observe_script(self.user, self.access, self._undo)
+        take_optimizer(self.user, self.saved, self._undo)
 
 
 @contextmanager

@@ -124,8 +124,8 @@ def test_a_layer_in_halves_has_the_very_bits_of_torchs_fused_adamw(
         )
         state, other = other, state
     slabs = (state.weights, joined(state), state.exp_avg, state.exp_avg_sq.abs())
-    ours = [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
-    assert all(map(torch.equal, ours, by_torch(factor)))
+    updated = [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
+    assert all(map(torch.equal, updated, by_torch(factor)))
 
 
 def test_slabs_that_start_between_vectors_get_the_same_bits(gpu: None) -> None:

@@ -85,11 +85,11 @@ def random(numel: int, seed: int) -> Tensor:
 
 
 def pieces() -> list[Piece]:
-    found, start = [], 0
+    pieces, start = [], 0
     for place, numel in enumerate(SHAPES):
-        found.append(Piece(start, start + numel, place % 2))
+        pieces.append(Piece(start, start + numel, place % 2))
         start += -(-numel // 16) * 16
-    return found
+    return pieces
 
 
 NUMEL = pieces()[-1].stop
@@ -99,21 +99,21 @@ def by_torch(factor: float | None, dtype: torch.dtype = torch.bfloat16, beta1: f
     """Rounded weights, master and moments after some steps of torch's fused AdamW on an fp32 master of each tensor."""
     masters = [random(NUMEL, 0)[start:stop].clone() for start, stop, _ in pieces()]
     groups = [
-        {"params": [each], "weight_decay": 0.01 * (piece.group == 0)}
-        for each, piece in zip(masters, pieces(), strict=True)
+        {"params": [master], "weight_decay": 0.01 * (piece.group == 0)}
+        for master, piece in zip(masters, pieces(), strict=True)
     ]
     optimizer = torch.optim.AdamW(groups, betas=(beta1, 0.999), eps=1e-8, fused=True)
     for number in range(1, NUM_STEPS + 1):
         grads = random(NUMEL, number).to(half_of(dtype)).float()
         if factor is not None:
             grads *= torch.tensor(factor)
-        for each, piece, group in zip(masters, pieces(), optimizer.param_groups, strict=True):
-            each.grad, group["lr"] = grads[piece.start : piece.stop].clone(), 1e-3 * number
+        for master, piece, group in zip(masters, pieces(), optimizer.param_groups, strict=True):
+            master.grad, group["lr"] = grads[piece.start : piece.stop].clone(), 1e-3 * number
         optimizer.step()
-    states = [optimizer.state[each] for each in masters]
+    states = [optimizer.state[master] for master in masters]
     moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
     return [
-        torch.cat([each.to(half_of(dtype)) for each in masters]),
+        torch.cat([master.to(half_of(dtype)) for master in masters]),
         torch.cat(masters),
         *map(torch.cat, moments),
     ]
@@ -209,8 +209,11 @@ def test_first_moments_that_forget_quickly_have_the_very_bits_of_torch(
     if path > adamw_kernel.widest_path():
         pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
     monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
-    ours, torchs = by_us(0.37, 10**6, torch.float32, beta1=beta1), by_torch(0.37, torch.float32, beta1)
-    assert all(map(torch.equal, ours, torchs))
+    by_kernel, by_fused_adamw = (
+        by_us(0.37, 10**6, torch.float32, beta1=beta1),
+        by_torch(0.37, torch.float32, beta1),
+    )
+    assert all(map(torch.equal, by_kernel, by_fused_adamw))
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
@@ -240,17 +243,21 @@ class Large(NamedTuple):
     pieces: list[Piece]
     grads: Tensor
 
-    def update(self, target: State, **words: int) -> None:
+    def update(self, target: State, **options: int) -> None:
         step = AdamStep(published_settings(1e-3), 1, torch.tensor(1.0))
-        update(self.grads, self.state, target, [self.pieces], step, torch.tensor(0.37), **words)
+        update(self.grads, self.state, target, [self.pieces], step, torch.tensor(0.37), **options)
 
 
 def large(numel: int, dtype: torch.dtype) -> Large:
     """Of three tensors, the second of which is short and the third of which fills no vector evenly."""
     state = empty_state(numel, dtype)
     keep_(state, random(numel, 0))
-    found = [Piece(0, numel // 2, 0), Piece(numel // 2, numel // 2 + 24, 1), Piece(numel // 2 + 32, numel, 0)]
-    return Large(state, found, random(numel, 1).to(dtype))
+    pieces = [
+        Piece(0, numel // 2, 0),
+        Piece(numel // 2, numel // 2 + 24, 1),
+        Piece(numel // 2 + 32, numel, 0),
+    ]
+    return Large(state, pieces, random(numel, 1).to(dtype))
 
 
 @pytest.mark.parametrize("num_threads", [2, 5])
@@ -264,8 +271,8 @@ def test_threads_leave_the_bits_of_one(
     target = empty_state(800_013, dtype) if is_ahead else shared.state
     shared.update(target, num_threads=num_threads)
     for start, stop, _ in alone.pieces:
-        ours, theirs = alone.state.cut(start, stop), target.cut(start, stop)
-        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True) if None not in pair)
+        of_one, of_threads = alone.state.cut(start, stop), target.cut(start, stop)
+        assert all(torch.equal(*pair) for pair in zip(of_one, of_threads, strict=True) if None not in pair)
 
 
 def test_what_is_needed_first_overtakes_an_update_under_way(kernel: None) -> None:
@@ -416,17 +423,17 @@ def test_out_of_one_state_into_another_leaves_the_first(dtype: torch.dtype, kern
     assert torch.equal(joined(source), random(NUMEL, 0)) and not source.exp_avg.any()
     update(grads, alone, alone, chunks(pieces(), 320), step, None)
     for start, stop, _ in pieces():
-        ours, theirs = (joined(state)[start:stop] for state in (target, alone))
-        assert torch.equal(ours, theirs) and torch.equal(
+        ahead, in_place = (joined(state)[start:stop] for state in (target, alone))
+        assert torch.equal(ahead, in_place) and torch.equal(
             target.exp_avg[start:stop], alone.exp_avg[start:stop]
         )
 
 
 @pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])
 def test_chunks_hold_every_element_once_and_are_cut_at_whole_vectors(max_numel: int) -> None:
-    found = [piece for chunk in chunks(pieces(), max_numel) for piece in chunk]
+    cut_pieces = [piece for chunk in chunks(pieces(), max_numel) for piece in chunk]
     seen = torch.zeros(NUMEL, dtype=torch.int32)
-    for start, stop, _ in found:
+    for start, stop, _ in cut_pieces:
         seen[start:stop] += 1
         assert start % 16 == 0
     assert all((seen[start:stop] == 1).all() for start, stop, _ in pieces())

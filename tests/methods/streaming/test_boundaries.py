@@ -78,11 +78,11 @@ def test_the_plan_counts_the_bytes_of_boundaries_that_travel(changes: dict) -> N
     """All but the two of the top layers, there and back."""
     workload = tiny(**SMALL, **changes)
     one, two = (train("stronghold", workload, steps, **on_host("W5")).trained.moved_bytes for steps in (1, 2))
-    there, here = (
-        create("stronghold", {**on_host("W5"), "activations": each}) for each in ("host", "device")
+    on_the_host, on_device = (
+        create("stronghold", {**on_host("W5"), "activations": memory}) for memory in ("host", "device")
     )
-    assert two - one == there.plan(workload, Room()).moved_bytes
-    assert two - one - here.plan(workload, Room()).moved_bytes == 2 * 3 * workload.boundary_bytes
+    assert two - one == on_the_host.plan(workload, Room()).moved_bytes
+    assert two - one - on_device.plan(workload, Room()).moved_bytes == 2 * 3 * workload.boundary_bytes
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -189,8 +189,8 @@ def test_deeper_models_and_longer_samples_fit_by_it() -> None:
 
 def test_a_refusal_names_what_was_tried() -> None:
     job = Job("stronghold", LONG, budget=Budget(2**20, GIB), device="sim")
-    told = "there is 1.0 MiB; tried, too: all on the device, ends=host, activations=host; "
+    refusal = "there is 1.0 MiB; tried, too: all on the device, ends=host, activations=host; "
     resolved, _, refused = resolve(job)
-    assert told in str(refused) and resolve(resolved)[2] == refused
-    asked = replace(job, options={"activations": "device"})
-    assert "there is 1.0 MiB; tried, too: all on the device; " in str(resolve(asked)[2])
+    assert refusal in str(refused) and resolve(resolved)[2] == refused
+    kept_on_device = replace(job, options={"activations": "device"})
+    assert "there is 1.0 MiB; tried, too: all on the device; " in str(resolve(kept_on_device)[2])

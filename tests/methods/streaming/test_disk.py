@@ -49,28 +49,28 @@ def layers_of(device: Device, workload: Workload, folder: Path | None) -> list[L
     """Layers whose states lie in the folder, or in memory."""
     numel = layout_of(new_layer(workload, 0)).numel
     on_disk = None if folder is None else shelves(device, NUM_LAYERS, str(folder), numel, workload.dtype)
-    found = [
+    layers = [
         LayerState.of_model(device, workload, place, Home(on_host=True, shelf=shelf))
         for place, shelf in enumerate(on_disk or [None] * NUM_LAYERS)
     ]
-    draw(found, workload)
-    return found
+    draw(layers, workload)
+    return layers
 
 
 def updated(device: Device, workload: Workload, folder: Path | None, steps: int = 3) -> list[Tensor]:
     """Weights and first moments after some updates of every layer, top down as without clipping."""
-    found = layers_of(device, workload, folder)
+    layers = layers_of(device, workload, folder)
     for step in range(1, steps + 1):
-        for place, layer in reversed(list(enumerate(found))):
+        for place, layer in reversed(list(enumerate(layers))):
             layer.updated.result()
             generator = torch.Generator().manual_seed(100 * step + place)
             layer.grads.copy_(torch.randn(layer.grads.numel(), generator=generator))
             layer.landed = device.outbound.record_event()
             layer.update_when_landed(published_settings(1e-2 * step), Clip(device, 0.0))
-    for layer in found:
+    for layer in layers:
         layer.updated.result()
     return list(
-        chain.from_iterable((state.weight, state.exp_avg) for layer in found for state in layer.tensors())
+        chain.from_iterable((state.weight, state.exp_avg) for layer in layers for state in layer.tensors())
     )
 
 
@@ -86,7 +86,7 @@ def test_what_is_read_after_the_training_is_not_page_locked(
 ) -> None:
     layer = layers_of(device, tiny(), tmp_path)[0]
     assert layer.shelf
-    monkeypatch.setattr(device, "room", lambda *args, **words: pytest.fail("page-locks memory for a copy"))
+    monkeypatch.setattr(device, "room", lambda *args, **options: pytest.fail("page-locks memory for a copy"))
     exp_avg, exp_avg_sq = layer.shelf.read()
     assert not exp_avg.any() and not exp_avg_sq.any()
 
@@ -223,8 +223,8 @@ def test_a_disk_that_is_full_in_mid_run_ends_that_run_alone_and_once_there_is_ro
 
 def test_no_room_for_results_is_one_line_and_exit_4(small_disk: Path) -> None:
     fill(small_disk)
-    words = f"-m resident -l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --results {small_disk}"
-    done = run(*words.split())
+    command = f"-m resident -l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --results {small_disk}"
+    done = run(*command.split())
     assert (done.returncode, len(done.stderr.splitlines())) == (4, 1)
     assert done.stderr.startswith("error: the disk is full")
 
@@ -236,11 +236,11 @@ def test_a_model_whose_states_are_half_again_the_hosts_memory_trains_exactly(
     """Through the door, on the device sim, whose host has two thirds of what weights, gradients and states take."""
     layer_params = Workload(hidden_size=128, num_heads=4).layer_params
     host_kib = 16 * 12 * layer_params * 2 // 3 // 1024
-    words = f"-m stronghold -l 12 -h 128 -b 2 --heads 4 --seq 32 --vocab 128 --steps 4 --warmup 1 --disk {tmp_path}"
+    command = f"-m stronghold -l 12 -h 128 -b 2 --heads 4 --seq 32 --vocab 128 --steps 4 --warmup 1 --disk {tmp_path}"
     budgets = (
         f"--device-memory 16MiB --host-memory {host_kib}KiB --option resident_layers=0 --results {tmp_path}"
     )
-    done = run(*words.split(), *budgets.split())
+    done = run(*command.split(), *budgets.split())
     assert done.returncode == 0, done.stdout + done.stderr
     (record,) = (record for record in read_all(tmp_path)[0].values() if record.job.method == "stronghold")
     assert record.gate.verdict == "exact" and "D" in record.job.options["placement"]

@@ -30,7 +30,7 @@ def gradients(run) -> tuple[list[Tensor], int]:
     x.requires_grad_()
     with FlopCounterMode(display=False) as counter:
         run(module, x).backward(dy)
-    return [x.grad, *(each.grad for each in module.parameters())], counter.get_total_flops()
+    return [x.grad, *(parameter.grad for parameter in module.parameters())], counter.get_total_flops()
 
 
 def by_us(module: nn.Module, x: Tensor) -> Tensor:
@@ -39,9 +39,11 @@ def by_us(module: nn.Module, x: Tensor) -> Tensor:
 
 def test_gradients_and_work_are_those_of_torchs_checkpoint() -> None:
     """So the recompute ends before its last product, too."""
-    ours, flops = gradients(by_us)
-    theirs, their_flops = gradients(lambda module, x: checkpoint(module, x, use_reentrant=False))
-    assert all(map(torch.equal, ours, theirs)) and flops == their_flops
+    recomputed_gradients, flops = gradients(by_us)
+    checkpoint_gradients, checkpoint_flops = gradients(
+        lambda module, x: checkpoint(module, x, use_reentrant=False)
+    )
+    assert all(map(torch.equal, recomputed_gradients, checkpoint_gradients)) and flops == checkpoint_flops
 
 
 def test_a_recompute_within_a_recompute_has_the_gradients_of_none() -> None:
@@ -56,16 +58,16 @@ def test_a_recompute_within_a_recompute_has_the_gradients_of_none() -> None:
             halves = [checkpoint(self.inner, half, use_reentrant=False) for half in x.chunk(2)]
             return torch.cat(halves).tanh()
 
-    ours, _ = gradients(lambda module, x: by_us(Nested(module), x))
+    nested, _ = gradients(lambda module, x: by_us(Nested(module), x))
     plain, _ = gradients(lambda module, x: torch.cat([module(half) for half in x.chunk(2)]).tanh())
-    assert all(map(torch.equal, ours, plain))
+    assert all(map(torch.equal, nested, plain))
 
 
 @pytest.mark.parametrize("run", [by_us, lambda module, x: module(x)], ids=["recomputed", "plain"])
 def test_between_both_passes_only_the_inputs_are_kept(run) -> None:
     module, x, _ = layer()
     seen = list[weakref.ref]()
-    module.fc2.register_forward_pre_hook(lambda _, given: seen.append(weakref.ref(given[0])))
+    module.fc2.register_forward_pre_hook(lambda _, arguments: seen.append(weakref.ref(arguments[0])))
     y = run(module, x)
     assert (seen[0]() is None) is (run is by_us) and y.requires_grad
 
@@ -80,19 +82,21 @@ def test_random_numbers_of_the_forward_pass_come_again_where_they_are_kept() -> 
 def test_inputs_that_require_no_gradient_are_recomputed_as_such() -> None:
     module, x, dy = layer()
     by_us(module, x).backward(dy)
-    ours = [each.grad for each in module.parameters()]
+    gradients = [parameter.grad for parameter in module.parameters()]
     again, x, dy = layer()
     again(x).backward(dy)
-    assert x.grad is None and all(map(torch.equal, ours, (each.grad for each in again.parameters())))
+    assert x.grad is None and all(
+        map(torch.equal, gradients, (parameter.grad for parameter in again.parameters()))
+    )
 
 
 @pytest.mark.parametrize("name", ["l2l", "stronghold"])
 def test_the_fairness_table_names_who_recomputes(name: str) -> None:
-    told = {
+    recomputes = {
         dropout: create(name, {}).describe(tiny(dropout=dropout), "cpu")["recompute"]
         for dropout in (0.0, 0.1)
     }
-    assert told == {0.0: "every layer, this project's code", 0.1: "every layer, torch checkpoint"}
+    assert recomputes == {0.0: "every layer, this project's code", 0.1: "every layer, torch checkpoint"}
 
 
 def test_a_recompute_that_saves_other_tensors_is_refused() -> None:

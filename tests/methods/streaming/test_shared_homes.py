@@ -59,7 +59,7 @@ def test_ranks_train_as_the_reference_does_on_the_whole_batch(
     assert record.gate and record.gate.passed, (record.reason, record.gate)
     assert len(record.machine["ranks"]) == options["world_size"]
     assert len(record.tensors) == 52 and all(
-        each["exp_avg"] and each["exp_avg_sq"] for each in record.tensors.values()
+        tensor["exp_avg"] and tensor["exp_avg_sq"] for tensor in record.tensors.values()
     )
     if record.job.workload.dtype == "fp32":
         assert record.gate.evidence["loss_difference"] <= 1e-6
@@ -152,7 +152,7 @@ def test_the_plan_is_the_rehearsals_peak_of_a_rank(
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "told"),
+    ("options", "changes", "reason"),
     [
         (
             {"world_size": 64},
@@ -173,10 +173,10 @@ def test_the_plan_is_the_rehearsals_peak_of_a_rank(
     ids=str,
 )
 def test_what_ranks_do_not_share_is_one_line(
-    options: dict[str, Any], changes: dict[str, Any], told: str
+    options: dict[str, Any], changes: dict[str, Any], reason: str
 ) -> None:
     stronghold = create("stronghold", {"world_size": 2, **options})
-    with pytest.raises(ValueError, match=told) as error:
+    with pytest.raises(ValueError, match=reason) as error:
         stronghold.plan(tiny(**{"num_layers": 5, "batch_size": 4, **changes}), Room())
     assert "\n" not in str(error.value)
 

@@ -100,15 +100,15 @@ def update_by_torch(layer: LayerState, factor: float | None, **implementation: b
 @pytest.mark.parametrize("factor", FACTORS)
 def test_update_has_the_very_bits_of_torchs_fused_adamw(device: Device, factor: float | None) -> None:
     layer = odd_layer(device)
-    theirs = update_by_torch(layer, factor, fused=True)
-    assert all(map(torch.equal, update_at_home(layer, factor), theirs))
+    by_torch = update_by_torch(layer, factor, fused=True)
+    assert all(map(torch.equal, update_at_home(layer, factor), by_torch))
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 def test_update_is_close_to_torchs_unfused_adamw(device: Device, factor: float | None) -> None:
     layer = odd_layer(device)
-    theirs = update_by_torch(layer, factor, foreach=False, fused=False)
-    torch.testing.assert_close(update_at_home(layer, factor), theirs, rtol=1e-6, atol=1e-7)
+    by_torch = update_by_torch(layer, factor, foreach=False, fused=False)
+    torch.testing.assert_close(update_at_home(layer, factor), by_torch, rtol=1e-6, atol=1e-7)
 
 
 def test_update_changes_every_element(device: Device) -> None:
@@ -202,8 +202,8 @@ def test_slot_has_the_very_bits_of_autograd(device: Device, dropout: float) -> N
     torch.manual_seed(3)
     (y,) = layer.forward(passed(x))
     torch.rand(5)  # what the layers above draw
-    ours = [*y, *layer.backward([(dy,)], grads)[0], *layer.layout.views(grads)]
-    assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
+    recomputed = [*y, *layer.backward([(dy,)], grads)[0], *layer.layout.views(grads)]
+    assert all(map(torch.equal, recomputed, autograd(workload, x, dy, seed=3)))
 
 
 def test_layer_has_the_same_bits_where_it_comes_back_to_another_slot(device: Device) -> None:
@@ -216,8 +216,8 @@ def test_layer_has_the_same_bits_where_it_comes_back_to_another_slot(device: Dev
     first.load(other)
     other.forward([y])
     second.load(layer)
-    ours = [*y, *layer.backward([(dy,)], grads)[0], *layer.layout.views(grads)]
-    assert all(map(torch.equal, ours, autograd(workload, x, dy, seed=3)))
+    recomputed = [*y, *layer.backward([(dy,)], grads)[0], *layer.layout.views(grads)]
+    assert all(map(torch.equal, recomputed, autograd(workload, x, dy, seed=3)))
 
 
 def test_recompute_leaves_the_random_state_where_the_pass_above_left_it(device: Device) -> None:

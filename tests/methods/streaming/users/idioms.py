@@ -322,9 +322,9 @@ def remembered(layer: Any, x: Tensor) -> Tensor:
 
 
 def with_given(script: Script) -> None:
-    given = script.model.inp.weight.sum(1).exp()
+    factor = script.model.inp.weight.sum(1).exp()
     for layer in script.model.layers:
-        layer.given, layer.act = given, lambda layer, x: x + layer.given
+        layer.factor, layer.act = factor, lambda layer, x: x + layer.factor
 
 
 def transposed(script: Script) -> None:

@@ -84,9 +84,11 @@ class Llama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def called(model: Any, layer: nn.Module, *args: Any, **words: Any) -> Any:
+def called(model: Any, layer: nn.Module, *args: Any, **options: Any) -> Any:
     return (
-        checkpoint(layer, *args, use_reentrant=False, **words) if model.recomputes else layer(*args, **words)
+        checkpoint(layer, *args, use_reentrant=False, **options)
+        if model.recomputes
+        else layer(*args, **options)
     )
 
 
@@ -155,10 +157,10 @@ def shared() -> nn.Module:
     return Gpt2(shares=True)
 
 
-MODELS = {each.__name__: each for each in (llama, tied, unequal, gpt2, shared)}
+MODELS = {model.__name__: model for model in (llama, tied, unequal, gpt2, shared)}
 
 
-def made(name: str, dtype: str = "fp32") -> nn.Module:
+def new_model(name: str, dtype: str = "fp32") -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name]().to(DTYPES[dtype])
 
@@ -178,9 +180,13 @@ def batches(steps: int, parts: int = 1, device: str = "cpu") -> Iterator[list[tu
 def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
     """Three groups, with numbers of their own."""
     groups = [
-        {"params": [each for each in parameters if each.ndim > 2], "lr": 3e-3, "betas": (0.8, 0.95)},
-        {"params": [each for each in parameters if each.ndim == 2], "weight_decay": 0.1},
-        {"params": [each for each in parameters if each.ndim == 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim > 2],
+            "lr": 3e-3,
+            "betas": (0.8, 0.95),
+        },
+        {"params": [parameter for parameter in parameters if parameter.ndim == 2], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, eps=1e-7, fused=True)
 
@@ -213,7 +219,7 @@ def by_plain_torch(
     scale: float = 1.0,
 ) -> Course:
     """The script without streaming: an fp32 master of each weight in bf16 and fp16."""
-    model = made(name, dtype)
+    model = new_model(name, dtype)
     model.recomputes = True
     names, weights = zip(*model.named_parameters(), strict=True)
     masters = (
@@ -253,7 +259,7 @@ def streamed(
     device: str = "cpu",
 ) -> Course:
     """The script with a trainer, which make() gives the model, its layers, an optimizer and words."""
-    model = made(name, dtype)
+    model = new_model(name, dtype)
     optimizer = optimizer_of(list(model.parameters()))
     schedule = schedule_of(optimizer)
     with make(model, layers_of(model), optimizer, max_norm=clip, device=device) as trainer:
@@ -277,6 +283,6 @@ def begun(
     make: Callable[..., Any], name: str = "llama", dtype: str = "fp32"
 ) -> tuple[Any, nn.Module, torch.optim.AdamW]:
     """A trainer before its first step, with the model and the optimizer that it was given."""
-    model = made(name, dtype)
+    model = new_model(name, dtype)
     optimizer = optimizer_of(list(model.parameters()))
     return make(model, layers_of(model), optimizer, max_norm=1.0, device="cpu"), model, optimizer

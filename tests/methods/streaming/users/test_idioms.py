@@ -37,7 +37,7 @@ def test_an_idiom_is_exact_or_refused_as_the_page_says(idiom: str, trainer: str)
     waits, at_once = ROWS[idiom]
     promise = waits if trainer != "at once" or at_once == "same" else at_once
     if promise == "exact":
-        plain, seen = (IDIOMS[idiom].run(max_norm, each) for each in (None, make))
+        plain, seen = (IDIOMS[idiom].run(max_norm, trainer_of) for trainer_of in (None, make))
         assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
         return
     with pytest.raises(ValueError) as refused:

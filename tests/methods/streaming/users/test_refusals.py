@@ -14,18 +14,18 @@ from torch.utils.checkpoint import checkpoint
 
 from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
-from tests.methods.streaming.users.models import Llama, batches, begun, layers_of, made, optimizer_of
+from tests.methods.streaming.users.models import Llama, batches, begun, layers_of, new_model, optimizer_of
 
 
 def refused(
-    match: str, name: str = "llama", change: Callable[[Any], Any] | None = None, **words: Any
+    match: str, name: str = "llama", change: Callable[[Any], Any] | None = None, **options: Any
 ) -> None:
     """Expect a refusal of a model after a change to it, in one line."""
-    model = made(name)
+    model = new_model(name)
     layers = (change(model) if change else None) or layers_of(model)
-    optimizer = words.pop("optimizer", None) or optimizer_of(list(model.parameters()))
+    optimizer = options.pop("optimizer", None) or optimizer_of(list(model.parameters()))
     with pytest.raises(ValueError, match=match) as raised:
-        StrongholdTrainer(model, layers, optimizer, device="cpu", **words)
+        StrongholdTrainer(model, layers, optimizer, device="cpu", **options)
     assert "\n" not in str(raised.value)
 
 
@@ -82,7 +82,7 @@ def test_a_model_that_cannot_be_streamed_is_refused(match: str, change: Callable
 
 
 def test_running_statistics_may_be_in_eval() -> None:
-    model = made("llama")
+    model = new_model("llama")
     with_statistics(model)
     model.layers[1].gate.eval()
     StrongholdTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cpu").close()
@@ -97,7 +97,7 @@ def stepped() -> torch.optim.AdamW:
 
 
 @pytest.mark.parametrize(
-    ("match", "words"),
+    ("match", "options"),
     [
         (
             "expected torch.optim.AdamW, got SGD",
@@ -119,8 +119,8 @@ def stepped() -> torch.optim.AdamW:
         ("expected the model's 5 layers, got 4", {"placement": "R2W2"}),
     ],
 )
-def test_options_that_make_no_sense_are_refused(match: str, words: dict[str, Any]) -> None:
-    refused(match, **words)
+def test_options_that_make_no_sense_are_refused(match: str, options: dict[str, Any]) -> None:
+    refused(match, **options)
 
 
 def looping(model: Any, batch: Any) -> None:
@@ -297,7 +297,7 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
 
 def test_a_step_needs_a_backward_pass_and_settings_that_stay() -> None:
     [[batch]] = batches(1)
-    model = made("llama")
+    model = new_model("llama")
     optimizer = optimizer_of(list(model.parameters()))
     with StrongholdTrainer(model, model.layers, optimizer, device="cpu") as trainer:
         with pytest.raises(ValueError, match="expected a backward pass through all layers"):
@@ -326,7 +326,7 @@ def test_a_step_of_the_optimizer_itself_is_refused() -> None:
 def test_parameters_that_are_exchanged_are_refused() -> None:
     trainer, model, _ = begun(L2LTrainer)
     with pytest.raises(ValueError, match="try it without assign=True"):
-        model.load_state_dict(made("llama").state_dict(), assign=True)
+        model.load_state_dict(new_model("llama").state_dict(), assign=True)
     trainer.__exit__(ValueError, None, None)
 
 
@@ -340,8 +340,10 @@ def test_a_model_in_training_is_not_copied_whole() -> None:
 def test_a_layer_whose_parameters_have_made_other_numbers_of_steps_is_refused() -> None:
     """As after a parameter of a layer was unfrozen later."""
     trainer, _, optimizer = begun(L2LTrainer)
-    plain = optimizer_of(list(made("llama").parameters()))
-    for place, parameter in enumerate(each for group in plain.param_groups for each in group["params"]):
+    plain = optimizer_of(list(new_model("llama").parameters()))
+    for place, parameter in enumerate(
+        parameter for group in plain.param_groups for parameter in group["params"]
+    ):
         zeros = torch.zeros_like(parameter)
         plain.state[parameter] = {
             "step": torch.tensor(3.0 - (place == 2)),

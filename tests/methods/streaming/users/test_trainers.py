@@ -26,7 +26,7 @@ from tests.methods.streaming.users.models import (
     begun,
     by_plain_torch,
     layers_of,
-    made,
+    new_model,
     optimizer_of,
     schedule_of,
     streamed,
@@ -50,7 +50,7 @@ PLACED: dict[str, dict[str, Any]] = {
 }
 L2L = {"l2l": L2LTrainer, "l2l, boundaries": functools.partial(L2LTrainer, activations="host")}
 TRAINERS: dict[str, Callable[..., Any]] = L2L | {
-    name: functools.partial(StrongholdTrainer, **words) for name, words in PLACED.items()
+    name: functools.partial(StrongholdTrainer, **options) for name, options in PLACED.items()
 }
 oracle = functools.cache(by_plain_torch)
 
@@ -70,14 +70,14 @@ def test_bits_are_those_of_the_script_without_streaming(
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize(("model", "dtype"), [("llama", "fp32"), ("unequal", "bf16")])
 def test_embedding_and_head_may_be_layers_too(model: str, dtype: str, trainer: str) -> None:
-    words = {
+    options = {
         name: word.replace("5", "7") for name, word in PLACED.get(trainer, {}).items() if name == "placement"
     }
-    words |= {"placement": "R1P2W2S1D1"} if trainer == "all kinds" else {}
-    words |= {"placement": "P2W2S3"} if trainer == "ahead" else {}
+    options |= {"placement": "R1P2W2S1D1"} if trainer == "all kinds" else {}
+    options |= {"placement": "P2W2S3"} if trainer == "ahead" else {}
 
     def make(model: Any, layers: list[nn.Module], *args: Any, **more: Any) -> Any:
-        return TRAINERS[trainer](model, [model.embed, *layers, model.head], *args, **more, **words)
+        return TRAINERS[trainer](model, [model.embed, *layers, model.head], *args, **more, **options)
 
     assert streamed(model, make, dtype) == oracle(model, dtype)
 
@@ -105,7 +105,7 @@ def test_fp16_takes_the_scaled_loss(trainer: str) -> None:
 
 @pytest.mark.parametrize("trainer", ["l2l", "default", "all kinds", "ahead"])
 def test_fp16_skips_a_step_whose_gradient_is_not_finite(trainer: str) -> None:
-    model = made("llama", "fp16")
+    model = new_model("llama", "fp16")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     optimizer = optimizer_of(list(model.parameters()))
     with TRAINERS[trainer](model, model.layers, optimizer, max_norm=1.0, device="cpu") as trainer_:
@@ -174,10 +174,10 @@ def test_evaluation_between_steps_changes_no_bit(trainer: str) -> None:
     with trainer_:
         for [batch] in batches(4):
             with torch.no_grad():
-                told = float(model(*batch))
+                loss = float(model(*batch))
             model(*batch)  # a forward pass without a backward pass, too
             losses += train(trainer_, model, [[batch]], schedule)
-            assert told == losses[-1]
+            assert loss == losses[-1]
     assert losses == oracle("llama").losses[:4]
 
 
@@ -194,7 +194,7 @@ def take_step(trainer: Any, model: torch.nn.Module, optimizer: Any) -> None:
 @pytest.mark.parametrize("trainer", ["l2l", "default", "boundaries"])
 def test_autocast_computes_in_bf16_on_fp32_weights(trainer: str) -> None:
     def course(recomputes: bool) -> list[float]:
-        model = made("llama")
+        model = new_model("llama")
         model.recomputes = recomputes
         optimizer = optimizer_of(list(model.parameters()))
         trainer_ = (
@@ -293,12 +293,14 @@ def compare_sums(make: Callable[[], Any], trainer: str) -> None:
         model = make()
         model.recomputes = not name
         optimizer = optimizer_of(list(model.parameters()))
-        made = TRAINERS[name](model, model.layers, optimizer, max_norm=1.0, device="cpu") if name else None
+        training = (
+            TRAINERS[name](model, model.layers, optimizer, max_norm=1.0, device="cpu") if name else None
+        )
         for _ in range(3):
             model(torch.randn(8, 4)).backward()
-            take_step(made, model, optimizer)
-        if made:
-            made.close()
+            take_step(training, model, optimizer)
+        if training:
+            training.close()
         return [weight.detach() for weight in model.parameters()]
 
     assert all(map(torch.equal, course(trainer), course("")))
@@ -320,12 +322,12 @@ def test_boundaries_take_more_memory_once_a_batch_is_larger(
     trainer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they leave is unlocked."""
-    plain = made("llama")
+    plain = new_model("llama")
     plain.recomputes = True
     expected = losses_of_growing_batches(None, plain, optimizer_of(list(plain.parameters())))
     cuda = FakeCuda(2).install(monkeypatch)
     with cuda.running():
-        model = made("llama")
+        model = new_model("llama")
         optimizer = optimizer_of(list(model.parameters()))
         with TRAINERS[trainer](model, model.layers, optimizer, max_norm=1.0, device="cuda:1") as trainer_:
             assert losses_of_growing_batches(trainer_, model, optimizer, "cuda:1") == expected
@@ -346,7 +348,7 @@ def test_the_model_is_the_users_again_after_close() -> None:
 
 @pytest.mark.parametrize("trainer", ["l2l", "all kinds"])
 def test_a_training_goes_on_from_the_state_of_plain_adamw(trainer: str) -> None:
-    steps, plain = list(batches(6)), made("tied")
+    steps, plain = list(batches(6)), new_model("tied")
     plain.recomputes = True
     optimizer = optimizer_of(list(plain.parameters()))
     schedule = schedule_of(optimizer)
@@ -356,11 +358,11 @@ def test_a_training_goes_on_from_the_state_of_plain_adamw(trainer: str) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    trainer_, model, ours = begun(TRAINERS[trainer], "tied", "fp32")
+    trainer_, model, trained_optimizer = begun(TRAINERS[trainer], "tied", "fp32")
     with trainer_:
         model.load_state_dict(plain.state_dict())
         trainer_.load_state_dict(optimizer.state_dict())
-        schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1 / (4 + step))
+        schedule = torch.optim.lr_scheduler.LambdaLR(trained_optimizer, lambda step: 1 / (4 + step))
         assert train(trainer_, model, steps[3:], schedule) == oracle("tied").losses[3:6]
 
 
@@ -373,10 +375,10 @@ def within(name: str, dtype: str, device_bytes: int) -> tuple[str, int, bool]:
     """Return the placement chosen, the most bytes of the device in use, and whether the bits are the oracle's."""
     chosen = []
 
-    def make(model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, **words: Any) -> Any:
+    def make(model: nn.Module, layers: list[nn.Module], optimizer: torch.optim.AdamW, **options: Any) -> Any:
         [[batch]] = batches(1, device="sim")
         trainer = StrongholdTrainer(
-            model, layers, optimizer, example=lambda: model(*batch), device_memory=device_bytes, **words
+            model, layers, optimizer, example=lambda: model(*batch), device_memory=device_bytes, **options
         )
         sim.started.reset_peaks()
         chosen.append(trainer.placement)
@@ -391,25 +393,25 @@ def within(name: str, dtype: str, device_bytes: int) -> tuple[str, int, bool]:
 def test_device_memory_stays_below_the_limit_and_is_used(model: str, dtype: str) -> None:
     sizes = SIZES if dtype == "fp32" else [size * 3 // 4 for size in SIZES]
     # set-up and trial included
-    found = [call(within, model, dtype, size, device_bytes=size) for size in sizes]
-    assert all(exact for _, _, exact in found)
-    assert all(peak <= size for (_, peak, _), size in zip(found, sizes, strict=True)), found
-    assert len({placement for placement, _, _ in found}) == len(sizes)  # more memory, more resident layers
+    courses = [call(within, model, dtype, size, device_bytes=size) for size in sizes]
+    assert all(exact for _, _, exact in courses)
+    assert all(peak <= size for (_, peak, _), size in zip(courses, sizes, strict=True)), courses
+    assert len({placement for placement, _, _ in courses}) == len(sizes)  # more memory, more resident layers
 
 
 def losses_within(device_bytes: int, activations: str | None = None) -> tuple[str, int, list[float]]:
     """Return the memory chosen for boundaries, the most bytes of the device in use, and the losses, of 64 samples."""
     rows = torch.randint(WORDS, (64, TOKENS + 1), generator=torch.Generator().manual_seed(1)).to("sim")
-    model = made("llama")
+    model = new_model("llama")
     optimizer = optimizer_of(list(model.parameters()))
-    words: dict[str, Any] = {"device_memory": device_bytes, "activations": activations, "max_norm": 1.0}
+    options: dict[str, Any] = {"device_memory": device_bytes, "activations": activations, "max_norm": 1.0}
     trainer = StrongholdTrainer(
         model,
         model.layers,
         optimizer,
         example=lambda: model(rows[:, :-1], rows[:, 1:]),
         device="sim",
-        **words,
+        **options,
     )
     sim.started.reset_peaks()
     losses = []
@@ -443,11 +445,11 @@ def test_without_room_for_the_model_it_is_said_what_it_needs() -> None:
 SLOT = "methods/streaming/slot.py"
 
 
-def races(**words: Any) -> list[Race]:
+def races(**options: Any) -> list[Race]:
     """Races of a training of three micro-batches a step."""
     from methods.stronghold import StrongholdTrainer  # as loaded now
 
-    clock, make = VectorClock(), functools.partial(StrongholdTrainer, accumulates=True, **words)
+    clock, make = VectorClock(), functools.partial(StrongholdTrainer, accumulates=True, **options)
     with watching(clock, NUM_WORKERS):
         streamed("llama", make, parts=3, steps=2, device=DEVICE)
     return clock.races
@@ -474,8 +476,8 @@ def test_no_race_where_boundaries_travel(placement: str) -> None:
 )
 def test_a_wait_that_is_missing_where_gradients_add_up_is_a_race(old: str, new: str, endangered: str) -> None:
     with planted(SLOT, old, new):
-        found = races(placement="W5", window_size=2)
-    assert endangered in {race.memory for race in found}, found
+        races_found = races(placement="W5", window_size=2)
+    assert endangered in {race.memory for race in races_found}, races_found
 
 
 @pytest.mark.parametrize(
@@ -502,7 +504,7 @@ def test_training_on_the_second_gpu_breaks_no_rule(
 
 
 def on_fake_gpu(trainer: str) -> Any:
-    model = made("llama", "fp32")
+    model = new_model("llama", "fp32")
     return TRAINERS[trainer](model, model.layers, optimizer_of(list(model.parameters())), device="cuda:1")
 
 
@@ -513,7 +515,7 @@ def test_a_trainer_for_which_memory_cannot_be_locked_leaves_none_locked(
     """A second, smaller trainer in the same script would find the pages taken."""
     cuda = FakeCuda(2)
     register = cuda.register
-    cuda.register = lambda *given: register(*given) if len(cuda.locked) < 3 else 2  # type: ignore[method-assign]
+    cuda.register = lambda *arguments: register(*arguments) if len(cuda.locked) < 3 else 2  # type: ignore[method-assign]
     cuda.install(monkeypatch)
     with cuda.running(), pytest.raises(torch.OutOfMemoryError, match="page-lock"):
         on_fake_gpu(trainer)
@@ -524,7 +526,7 @@ def test_after_a_failure_the_model_has_its_layers_back(monkeypatch: pytest.Monke
     cuda = FakeCuda(2)
     cuda.register = lambda address, size, flags: 2  # type: ignore[method-assign]
     cuda.install(monkeypatch)
-    model = made("llama", "fp32")
+    model = new_model("llama", "fp32")
     with cuda.running(), pytest.raises(torch.OutOfMemoryError):
         L2LTrainer(model, model.layers, optimizer_of(list(model.parameters())), device="cuda:1")
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # type: ignore[attr-defined]
@@ -543,20 +545,23 @@ def test_a_trainer_that_is_dropped_unlocks_its_memory(monkeypatch: pytest.Monkey
 def test_a_loop_on_another_stream_than_the_trainer_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's copies wait for its own stream, so they would not wait for the loop's."""
     cuda = FakeCuda(1).install(monkeypatch)
-    model, told = made("llama", "fp32"), "expected the training loop on the CUDA stream that was current"
+    model, refusal = (
+        new_model("llama", "fp32"),
+        "expected the training loop on the CUDA stream that was current",
+    )
     with cuda.running():
         ((tokens, targets),) = next(iter(batches(1, 1, "cuda")))
         with L2LTrainer(
             model, model.layers, optimizer_of(list(model.parameters())), device="cuda"
         ) as trainer:
-            with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=told):
+            with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=refusal):
                 model(tokens, targets)
             model(tokens, targets).backward()
-            with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=told):
+            with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=refusal):
                 trainer.step()
             trainer.step()
             state = trainer.state_dict()
-            with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=told):
+            with cuda.use(cuda.make_stream()), pytest.raises(ValueError, match=refusal):
                 trainer.load_state_dict(state)
 
 
@@ -565,7 +570,7 @@ def test_starting_values_wait_for_the_stream_on_which_the_trainer_is_made(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = FakeCuda(1).install(monkeypatch)
-    model = made("llama", dtype)
+    model = new_model("llama", dtype)
     with cuda.running(), cuda.use(cuda.make_stream()):
         model.to("cuda")
         optimizer = optimizer_of(list(model.parameters()))
@@ -582,7 +587,7 @@ def test_a_trainer_holds_a_gpu_s_memory_limit_until_it_is_closed(monkeypatch: py
     gpu.reserved_bytes, gpu.fraction = 8 * 2**20, 0.75  # the script's own
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda index: None)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: None)
-    model, caps = made("llama"), list[float]()
+    model, caps = new_model("llama"), list[float]()
     optimizer = optimizer_of(list(model.parameters()))
 
     def example() -> Tensor:
@@ -592,17 +597,17 @@ def test_a_trainer_holds_a_gpu_s_memory_limit_until_it_is_closed(monkeypatch: py
 
     with cuda.running():
         ((batch,),) = batches(1, 1, "cuda")
-        words: dict[str, Any] = {"device": "cuda", "device_memory": 2 * GIB, "example": example}
-        with StrongholdTrainer(model, model.layers, optimizer, **words) as trainer:
+        options: dict[str, Any] = {"device": "cuda", "device_memory": 2 * GIB, "example": example}
+        with StrongholdTrainer(model, model.layers, optimizer, **options) as trainer:
             assert trainer.placement == "R5"
             caps.append(gpu.cap_bytes)
         assert caps == [pytest.approx(2 * GIB - cuda_budget.CONTEXT_BYTES, abs=1)] * 2
         assert gpu.fraction == 0.75
-        words["device_memory"] = cuda_budget.CONTEXT_BYTES + cuda_budget.RESERVE_BYTES
+        options["device_memory"] = cuda_budget.CONTEXT_BYTES + cuda_budget.RESERVE_BYTES
         with pytest.raises(
             ValueError, match=r"needs .* of device memory .* try .* device_memory=\d+, which"
         ) as refused:
-            StrongholdTrainer(model, model.layers, optimizer, **words)
-        words["device_memory"] = int(re.findall(r"device_memory=(\d+)", str(refused.value))[0])
-        StrongholdTrainer(model, model.layers, optimizer, **words).close()
+            StrongholdTrainer(model, model.layers, optimizer, **options)
+        options["device_memory"] = int(re.findall(r"device_memory=(\d+)", str(refused.value))[0])
+        StrongholdTrainer(model, model.layers, optimizer, **options).close()
     assert gpu.fraction == 0.75

@@ -57,7 +57,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def made(kind: str, dtype: torch.dtype) -> nn.Module:
+def new_model(kind: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **KINDS[kind])
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
@@ -65,23 +65,25 @@ def made(kind: str, dtype: torch.dtype) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> Any:
-    return next(each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == LAYERS)
+    return next(
+        module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == LAYERS
+    )
 
 
 def losses_of(model: nn.Module, step: Callable[[Tensor], Any]) -> list[tuple[float, float]]:
     """Return each step's loss and gradient norm."""
-    generator, found = torch.Generator().manual_seed(1), []
+    generator, losses = torch.Generator().manual_seed(1), []
     torch.manual_seed(2)
     for _ in range(STEPS):
         tokens = torch.randint(WORDS, (2, TOKENS), generator=generator)
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
-        found.append((float(loss.detach()), float(step(loss))))
-    return found
+        losses.append((float(loss.detach()), float(step(loss))))
+    return losses
 
 
 def plain(kind: str, dtype: torch.dtype, clip: float) -> tuple[list[tuple[float, float]], list[Tensor]]:
-    model = made(kind, dtype)
+    model = new_model(kind, dtype)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     weights = list(model.parameters())
     masters = (
@@ -114,18 +116,18 @@ oracle = functools.cache(plain)
 def test_bits_are_those_of_the_script_without_streaming(
     kind: str, dtype: torch.dtype, clip: float, trainer: str
 ) -> None:
-    model = made(kind, dtype)
+    model = new_model(kind, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     with TRAINERS[trainer](model, layers_of(model), optimizer, max_norm=clip, device="cpu") as streamed:
-        found = losses_of(model, lambda _: streamed.step())
+        streamed_losses = losses_of(model, lambda _: streamed.step())
     losses, weights = oracle(kind, dtype, clip)
-    assert found == losses
+    assert streamed_losses == losses
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), weights, strict=True))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_words_are_generated_between_steps(trainer: str) -> None:
-    model, tokens = made("llama", torch.float32), torch.arange(5)[None]
+    model, tokens = new_model("llama", torch.float32), torch.arange(5)[None]
     expected = model.eval().generate(tokens, max_new_tokens=4, do_sample=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     with TRAINERS[trainer](model.train(), layers_of(model), optimizer, device="cpu"):
@@ -133,7 +135,7 @@ def test_words_are_generated_between_steps(trainer: str) -> None:
 
 
 def test_a_cache_of_keys_and_values_is_refused_where_layers_are_recomputed() -> None:
-    model, tokens = made("llama", torch.float32), torch.arange(5)[None]
+    model, tokens = new_model("llama", torch.float32), torch.arange(5)[None]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     streamed = StrongholdTrainer(model, layers_of(model), optimizer, device="cpu")
     with pytest.raises(
@@ -144,10 +146,10 @@ def test_a_cache_of_keys_and_values_is_refused_where_layers_are_recomputed() -> 
 
 
 def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
+    command = (
         "own_llama.py --layers 2 --width 32 --tokens 16 --steps 20 --placement R1W --micro-batches 2".split()
     )
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", command)
     runpy.run_path(str(ROOT / "examples" / "own_llama.py"), run_name="__main__")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", capsys.readouterr().out)]
     assert len(losses) == 2 and losses[1] < losses[0] < math.log(128)
