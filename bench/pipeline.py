@@ -179,7 +179,7 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
 def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: int) -> None:
     """Print the table of sleeping stages. Each round runs all rows, so that other load on the machine slows all rows
     alike."""
-    from methods.pipeline.config.simulate import simulate
+    from methods.pipeline.config.simulate import simulate_step
 
     rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]
     seconds_of: dict[Any, list[float]] = {(row, is_idle): [] for row in rows for is_idle in (False, True)}
@@ -191,7 +191,7 @@ def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: i
     for num_stages, schedule in rows:
         name = schedule.split(",")[0]
         passes = {"F": unit, "R": unit, "B": 2 * unit}
-        run = simulate(name, [passes] * num_stages, num_micro_batches, is_opportunistic=name == schedule)
+        run = simulate_step(name, [passes] * num_stages, num_micro_batches, is_opportunistic=name == schedule)
         measured, idle = (
             statistics.median(seconds_of[(num_stages, schedule), is_idle]) for is_idle in (False, True)
         )

@@ -201,7 +201,7 @@ def _schedules(sends: Sequence[float]) -> Iterator[FigureRow]:
 def _mean_step(schedule: str, send_seconds: float) -> float:
     network = pipelines.Network(send_seconds, jitter=JITTER)
     steps = [
-        pipelines.simulate(schedule, [SLOTS] * STAGES, MICRO_BATCHES, network, seed=seed).step_seconds
+        pipelines.simulate_step(schedule, [SLOTS] * STAGES, MICRO_BATCHES, network, seed=seed).step_seconds
         for seed in range(SEEDS)
     ]
     return sum(steps) / SEEDS

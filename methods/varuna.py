@@ -25,7 +25,7 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.option import opt, with_option
 from harness.plan.resources import sum_sent
-from methods.pipeline.checkpoint.folders import choose, complete_steps
+from methods.pipeline.checkpoint.folders import complete_steps, find_checkpoint
 from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
 from methods.pipeline.config.gpt_costs import GptCosts
 from methods.pipeline.config.partition import PipelineShape, gpt_stages, stage_bytes
@@ -90,7 +90,7 @@ class VarunaMethod(Method):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         if self.resume and not self._begins_there():
-            choose(self.resume)
+            find_checkpoint(self.resume)
         config = self._config(workload, room, self._possible_stages(workload))
         return self._plan(workload, config.best() if config.fits else config.least())
 

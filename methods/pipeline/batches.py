@@ -26,7 +26,7 @@ def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> li
     return [chunk_size] * whole + [rest] * bool(rest)
 
 
-def split(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def split_batch(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Split a batch into micro-batches of these sizes, in samples. Tensors whose first dimension is 1, and values that
     are not tensors, go whole to each micro-batch. Raises ValueError if a tensor has another number of samples."""
     total = sum(sizes)

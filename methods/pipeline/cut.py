@@ -189,7 +189,9 @@ def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
                 crossing[boundary].append(node)
     last = len(active)
     return [
-        _part(model, graph, crossing[stage - 1] if stage else [], crossing[stage] if stage < last else None)
+        _extract_part(
+            model, graph, crossing[stage - 1] if stage else [], crossing[stage] if stage < last else None
+        )
         for stage in range(last + 1)
     ]
 
@@ -206,7 +208,9 @@ def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
     return nodes
 
 
-def _part(model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None) -> Part:
+def _extract_part(
+    model: nn.Module, whole: fx.Graph, received: list[fx.Node], sent: list[fx.Node] | None
+) -> Part:
     """Return the part that computes the nodes `sent` from the nodes `received` and the batch's inputs. `sent`: None:
     compute the model's result."""
     results = (
@@ -245,7 +249,7 @@ def probe(parts: Sequence[Part], inputs: Mapping[str, Any]) -> Iterator[tuple[Se
         with counter:
             arguments = (*leaves, *(_meta(inputs.get(name)) for name in part.inputs))
             with _watched(part.module, number):
-                weights = _without_memory(part.module)
+                weights = _weights_on_meta(part.module)
                 try:
                     output = torch.func.functional_call(part.module, weights, arguments, tie_weights=False)
                 except RuntimeError as error:
@@ -282,7 +286,7 @@ def _watched(module: nn.Module, number: int) -> Iterator[None]:
             handle.remove()
 
 
-def _without_memory(module: nn.Module) -> dict[str, Tensor]:
+def _weights_on_meta(module: nn.Module) -> dict[str, Tensor]:
     weights = {
         name: torch.empty_like(weight, device="meta").requires_grad_(weight.requires_grad)
         for name, weight in module.named_parameters(remove_duplicate=False)

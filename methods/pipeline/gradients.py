@@ -157,7 +157,7 @@ class Gradients:
 
     def remember(self) -> None:
         """Remember the gradients of a step, by their versions, until forget()."""
-        self.kept = [(master.grad, _version(master.grad)) for master in self.masters.values()]
+        self.kept = [(master.grad, _grad_version(master.grad)) for master in self.masters.values()]
 
     def forget(self) -> None:
         """Keep no gradient of the last step alive: a plan counts those of one step alone."""
@@ -166,7 +166,7 @@ class Gradients:
     def refuse_changes(self) -> None:
         """Raise ValueError if a script has changed gradients since remember(): a rank has a part of them alone."""
         for master, (grad, version) in zip(self.masters.values(), self.kept, strict=False):
-            if master.grad is not grad or _version(grad) != version:
+            if master.grad is not grad or _grad_version(grad) != version:
                 raise ValueError(
                     "optimizer.step(): expected the gradients that step() left, of one stage of the model, got changed"
                     " ones; try step(inputs, clip_grad_max_norm=...)"
@@ -177,7 +177,7 @@ class Gradients:
         torch.nn.utils.clip_grads_with_norm_(self.masters.values(), max_norm, norm)
 
 
-def _version(grad: Tensor | None) -> int:
+def _grad_version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version
 
 

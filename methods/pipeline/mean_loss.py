@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from methods.pipeline.batches import split
+from methods.pipeline.batches import split_batch
 
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; of the largest value
 HALF_TOLERANCE = 5e-2  # fp16 and bf16
@@ -58,7 +58,7 @@ class MeanCheck:
                 whole = compute(received, inputs)
                 alone = [
                     compute([values.pop(name) for name in below], values)
-                    for values in split({**inputs, **below}, [1] * size)
+                    for values in split_batch({**inputs, **below}, [1] * size)
                 ]
             except Exception:  # code that takes no single sample: there is nothing to compare with
                 return

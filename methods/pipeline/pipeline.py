@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from harness.core.method import TensorState
 from harness.devices.streams import STREAMS, UNNOTED
-from methods.pipeline.batches import Inputs, check_like_first, micro_batch_sizes, moved, split
+from methods.pipeline.batches import Inputs, check_like_first, micro_batch_sizes, moved, split_batch
 from methods.pipeline.checkpoint.checkpoints import Checkpoints
 from methods.pipeline.checkpoint.progress import Progress
 from methods.pipeline.cut import CHANGES, LOSS_SCALE, InitWeights, Part, specs_of
@@ -41,7 +41,7 @@ from methods.pipeline.launch.link import Link, done, link, num_updates
 from methods.pipeline.mean_loss import MeanCheck
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.seat import take_seat
-from methods.pipeline.setup import ModelToCut, StageSetup, set_up
+from methods.pipeline.setup import ModelToCut, StageSetup, set_up_stage
 from methods.pipeline.stage import Compute, Spec, Stage
 from methods.pipeline.transport import Transport
 from methods.shared.loss_scale import ChosenLossScale, LossScale
@@ -95,7 +95,9 @@ class Varuna(nn.Module):
             raise ValueError(f"stage_to_rank_map: expected {world_size} ranks, got {self.ranks}")
         self.stage, self.replica = self.ranks.stage_and_replica(self.rank)
         self.batch_size, self.fp16 = batch_size, fp16
-        self.dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else None  # None: the model's own
+        self.dtype = None  # the model's dtype
+        if fp16 or bf16:
+            self.dtype = torch.float16 if fp16 else torch.bfloat16
         self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)
         if self._link and cuts is None:
             cuts = self._link.cuts
@@ -104,7 +106,7 @@ class Varuna(nn.Module):
         weights = model.named_parameters(remove_duplicate=False)
         self.weight_shapes = {name: weight.shape for name, weight in weights}
         self._other_names = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
-        setup = set_up(request, self.ranks.num_stages, self.stage, self.sizes, self.device)
+        setup = set_up_stage(request, self.ranks.num_stages, self.stage, self.sizes, self.device)
         self.active, self.modes, self.stage_of = setup.active, setup.modes, setup.stage_of
         self._masters, self._sent = setup.masters, setup.sent_specs()
         self._groups = Groups(self.ranks, self.rank, setup.shared, limit_seconds)
@@ -230,7 +232,7 @@ class Varuna(nn.Module):
 
     def _begin(self, inputs: Inputs) -> None:
         check_like_first(inputs, self._sample)
-        self._micro_batches = split(inputs, self.sizes)
+        self._micro_batches = split_batch(inputs, self.sizes)
 
     def _taken_loss(self) -> Tensor:
         losses, self._losses = self._losses, []

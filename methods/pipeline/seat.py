@@ -62,7 +62,7 @@ def take_seat(limit_seconds: float, device: int | str, local_rank: int = -1) -> 
     else:
         offers = [mine]
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    note = _note(offers)
+    note = _shortage_note(offers)
     if note and rank == 0:
         print(note, file=sys.stderr, flush=True)
     if mine.num_local and any(offer.kind == "cpu" for offer in offers):
@@ -95,7 +95,7 @@ def _backend(messages: list[bytes]) -> str:
     return "cpu:gloo,cuda:nccl" if {offer.kind for offer in _offers(messages)} == {"cuda"} else "gloo"
 
 
-def _note(offers: list[Offer]) -> str:
+def _shortage_note(offers: list[Offer]) -> str:
     short = [(rank, offer) for rank, offer in enumerate(offers) if offer.num_gpus < offer.num_local]
     if not short or not any(offer.num_gpus for offer in offers):
         return ""

@@ -85,7 +85,7 @@ class StageSetup:
         return [specs_of(self.sent(size), self.stage) for size in self.sizes]
 
 
-def set_up(
+def set_up_stage(
     request: ModelToCut, num_stages: int, stage: int, sizes: list[int], device: torch.device
 ) -> StageSetup:
     """Cut the model, and give this process's stage its memory on the device. `sizes`: samples of each micro-batch.
@@ -96,11 +96,10 @@ def set_up(
     names = counted_names(model, request.pairs)
     parts, active = _cut(model, sample, request.cuts, num_stages)
     shared = find_shared(model, parts, request.pairs)
-    stage_of = {
-        name: number
-        for number, part in reversed([*enumerate(parts)])
-        for name, _ in part.module.named_parameters()
-    }
+    stage_of: dict[str, int] = {}
+    for number, part in enumerate(parts):
+        for name, _ in part.module.named_parameters():
+            stage_of.setdefault(name, number)
     starts = _starting_weights(parts[stage].module, dtype, request.init_weights, device)
     if dtype:
         model.to(dtype)
@@ -116,7 +115,17 @@ def set_up(
         {name: start.to(device) for name, start in starts.items()} if dtype else None,
     )
     return StageSetup(
-        stage, num_stages, sizes, device, active, modes, masters, names, stage_of, shared, results
+        stage=stage,
+        num_stages=num_stages,
+        sizes=sizes,
+        device=device,
+        active=active,
+        modes=modes,
+        masters=masters,
+        names=names,
+        stage_of=stage_of,
+        shared=shared,
+        results=results,
     )
 
 

@@ -93,5 +93,5 @@ def spec_of(tensor: Tensor) -> Spec:
     return tensor.shape, tensor.dtype
 
 
-def empty(spec: Spec) -> Any:
+def empty_tensor(spec: Spec) -> Any:
     return torch.empty(spec[0], dtype=spec[1])

@@ -61,8 +61,8 @@ class TorchSchedule:
             setup.stage,
             setup.num_stages,
             setup.device,
-            input_args=tuple(map(_like, setup.received(setup.sizes[0]))),
-            output_args=tuple(map(_like, setup.sent(setup.sizes[0]) or [LOSS])),
+            input_args=tuple(map(_on_meta, setup.received(setup.sizes[0]))),
+            output_args=tuple(map(_on_meta, setup.sent(setup.sizes[0]) or [LOSS])),
             group=group or dist.group.WORLD,
         )
         stage.note = note  # type: ignore[method-assign]
@@ -83,5 +83,5 @@ class TorchSchedule:
     def close(self) -> None: ...
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)

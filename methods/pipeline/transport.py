@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from methods.pipeline.stage import Spec, empty
+from methods.pipeline.stage import Spec, empty_tensor
 
 IN_FLIGHT = 4  # most messages under way in one direction, as in the original Varuna
 TENSORS = 16  # most tensors of a message
@@ -87,7 +87,7 @@ class Inbox:
         while messages or under_way:
             while messages and len(under_way) < IN_FLIGHT:
                 number, specs = messages.popleft()
-                tensors = [empty(spec) for spec in specs]
+                tensors = [empty_tensor(spec) for spec in specs]
                 under_way.append(
                     [
                         (tensor, dist.irecv(tensor, self.peer, tag=tag_of(self.kind, number, index)))

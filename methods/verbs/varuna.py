@@ -20,8 +20,7 @@ from harness.devices import named_machines
 from harness.plan.training_place import device_source
 from methods.pipeline.config.measured_profile import measure_profile
 from methods.pipeline.config.profile import FILE as PROFILE_FILE
-from methods.pipeline.config.simulate import Network, PipelineRun
-from methods.pipeline.config.simulate import simulate as simulate_step
+from methods.pipeline.config.simulate import Network, PipelineRun, simulate_step
 from methods.pipeline.launch.run import launch
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 
@@ -104,7 +103,7 @@ def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **call:
     """
     if not _names_model(call):
         raise ValueError("expected -l and -h, or --model NAME, got neither")
-    job = Job("profile", _workload(call), {"world_size": num_ranks}, device=device)
+    job = Job("profile", _named_workload(call), {"world_size": num_ranks}, device=device)
     check_writable(folder, "--out")
     if note := measure_profile(job, sizes, folder, _print_text):
         print(note, file=sys.stderr)
@@ -181,7 +180,7 @@ def _costs(call: dict[str, Any], batch_size: int) -> tuple[Profile | GptCosts, s
     sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
     name = call["machine_name"]
     memory, known = named_machines.load(name).room.device_bytes, device_source(name)
-    costs = GptCosts(_workload(call), _rates(call), sizes, memory, float(call["network"] or "inf"))
+    costs = GptCosts(_named_workload(call), _rates(call), sizes, memory, float(call["network"] or "inf"))
     return costs, known
 
 
@@ -315,7 +314,7 @@ def _step_times(call: dict[str, Any], num_stages: int) -> StepTimes:
     passes, send, sent_by = call["passes"], call["send"], "--send"
     if _names_model(call):
         stages, per_message = _of_model(call, num_stages)
-        name = _workload(call).model_name
+        name = _named_workload(call).model_name
         origin = f"{name} at the rates of {named_machines.source(call['machine_name'])}"
         if send is None and call["network"]:
             send, sent_by = per_message, f"{name}'s on --network"
@@ -373,7 +372,7 @@ def _names_model(call: dict[str, Any]) -> bool:
     return call["num_layers"] is not None
 
 
-def _workload(call: dict[str, Any]) -> Workload:
+def _named_workload(call: dict[str, Any]) -> Workload:
     names = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size", "dtype")
     return Workload(**{name: call[name] for name in names}, **call["model"][0])
 
@@ -393,7 +392,7 @@ def _of_model(call: dict[str, Any], num_stages: int) -> tuple[list[dict[str, flo
     """
     from methods.pipeline.config.partition import gpt_stages, passes_of
 
-    workload, chunk_size = _workload(call), call["chunk_size"]
+    workload, chunk_size = _named_workload(call), call["chunk_size"]
     if num_stages > workload.num_layers:
         raise ValueError(
             f"--stages: expected at most {workload.num_layers}, the number of layers, got {num_stages}"

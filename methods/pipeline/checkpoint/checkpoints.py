@@ -21,21 +21,21 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.base.checked_data import checked
 from methods.pipeline.checkpoint import files
-from methods.pipeline.checkpoint.folders import COMPLETE, choose, folder_of
+from methods.pipeline.checkpoint.folders import COMPLETE, checkpoint_folder, find_checkpoint
 
 PLAIN = (bool, int, float, str, list, tuple, type(None))  # types of an optimizer's options
 # optimizers that torch fuses
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # names of the states of Adam and AdamW
 T = TypeVar("T")
-Kind: TypeAlias = tuple[torch.Size, torch.dtype] | None
+Spec: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
 def read_checkpoint(folder: str | Path, step: int | None = None) -> dict[str, Any]:
     """Read a whole checkpoint in one process. `step`: the checkpoint's step; None: the newest complete checkpoint. The
     keys of the result are `weights.NAME`, `optimizer.NAME.STATE` and, with values in JSON, `options.NAME` and
     `progress`. Raises ValueError if the folder has no complete checkpoint of this step."""
-    path, _ = choose(folder, step)
+    path, _ = find_checkpoint(folder, step)
     return _read_values(path, list(_metadata(path)))
 
 
@@ -69,7 +69,7 @@ class Checkpoints:
         """Copy the state now; a thread writes the copy while training goes on. The checkpoint is on disk when the
         returned future is done. First wait until the last checkpoint is on disk."""
         self.wait()
-        path = folder_of(folder, step)
+        path = checkpoint_folder(folder, step)
         if self.is_first:
             path.mkdir(parents=True, exist_ok=True)
             (path / COMPLETE).unlink(missing_ok=True)  # no rank writes before this rank has called save()
@@ -99,7 +99,7 @@ class Checkpoints:
 
         Raises ValueError, with nothing changed, if the checkpoint is of another model or was not written by this class.
         """
-        path, chosen = choose(folder, step)
+        path, chosen = find_checkpoint(folder, step)
         entries = _metadata(path)
         # If a shared weight was one parameter when the checkpoint was written, the checkpoint has it under only one of
         # its two names.
@@ -114,9 +114,9 @@ class Checkpoints:
             wanted += [f"weights.{name}", f"options.{name}"]
             wanted += [key for key in entries if key.startswith(f"optimizer.{name}.")]
         for name, master in self.masters.items():
-            expected, got = _kind(master), _kind(entries[f"weights.{stored[name]}"])
+            expected, got = _spec(master), _spec(entries[f"weights.{stored[name]}"])
             if expected != got:
-                raise ValueError(f"{path}: {name}: expected {_kind_text(expected)}, got {_kind_text(got)}")
+                raise ValueError(f"{path}: {name}: expected {_spec_text(expected)}, got {_spec_text(got)}")
         with _one_line_errors(path):
             for name, master in self.masters.items():
                 self._check_state(stored[name], master, entries)
@@ -149,17 +149,17 @@ class Checkpoints:
         would read beyond the end of a smaller state."""
         if type(self.optimizer) not in FUSED:
             return
-        state = _of(f"optimizer.{name}.", entries)
+        state = _without_prefix(f"optimizer.{name}.", entries)
         if type(self.optimizer) in FUSED[:2] and state and state.keys() - {"max_exp_avg_sq"} != ADAMS:
             raise ValueError(
                 f"{name}: expected optimizer states {', '.join(sorted(ADAMS))}, got {', '.join(sorted(state))}"
             )
-        expected = _kind(master)
+        expected = _spec(master)
         for key, kind in state.items():
-            is_number = _kind(kind) == (torch.Size(), torch.float32)
-            if _kind(kind) != expected and not is_number:
+            is_number = _spec(kind) == (torch.Size(), torch.float32)
+            if _spec(kind) != expected and not is_number:
                 raise ValueError(
-                    f"{key} of {name}: expected {_kind_text(expected)}, got {_kind_text(_kind(kind))}"
+                    f"{key} of {name}: expected {_spec_text(expected)}, got {_spec_text(_spec(kind))}"
                 )
 
     def _options(self, name: str, master: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Checkpoints:
         return dict(options)
 
     def _take_state(self, name: str, master: nn.Parameter, values: Mapping[str, Any]) -> None:
-        if state := _of(f"optimizer.{name}.", values):
+        if state := _without_prefix(f"optimizer.{name}.", values):
             # The state "step" goes where torch's optimizers keep it: on the device if the optimizer is fused, else on
             # the host.
             self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
@@ -192,11 +192,11 @@ class Checkpoints:
         )
 
 
-def _of(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
-def _kind(value: Any) -> Kind:
+def _spec(value: Any) -> Spec:
     """Return the shape and dtype of a tensor, or of a tensor's entry in a checkpoint's table of contents. Return None
     for other values."""
     if isinstance(value, TensorStorageMetadata):
@@ -204,7 +204,7 @@ def _kind(value: Any) -> Kind:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 
-def _kind_text(kind: Kind) -> str:
+def _spec_text(kind: Spec) -> str:
     return f"{str(kind[1]).removeprefix('torch.')} of shape {tuple(kind[0])}" if kind else "no tensor"
 
 
@@ -226,7 +226,7 @@ def _one_line_errors(path: Path) -> Iterator[None]:
 
 
 def _metadata(path: Path) -> Mapping[str, Any]:
-    return files.metadata(path).state_dict_metadata
+    return files.read_table(path).state_dict_metadata
 
 
 def _read_values(path: Path, wanted: list[str]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ def _read_values(path: Path, wanted: list[str]) -> dict[str, Any]:
         raise files.unreadable(path, ValueError(f"it lacks {missing[0]}"))
     state: dict[str, Any] = {}
     for name in wanted:
-        kind = _kind(entries[name])
+        kind = _spec(entries[name])
         state[name] = torch.empty(kind[0], dtype=kind[1]) if kind else None
     with warnings.catch_warnings():
         # torch warns that one process reads alone, as each rank does here

@@ -91,7 +91,7 @@ class _Unpickler(pickle._Unpickler):  # Python's version, because the C version'
 
 class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return metadata(Path(self.path))
+        return read_table(Path(self.path))
 
 
 class Planner(DefaultLoadPlanner):
@@ -103,7 +103,7 @@ class Planner(DefaultLoadPlanner):
         self.original_state_dict[name] = self.state_dict[name] = torch.load(value, weights_only=True)
 
 
-def table(data: bytes) -> Metadata:
+def load_table(data: bytes) -> Metadata:
     """Load a table of contents from a pickle that is not trusted."""
     contents = _Unpickler(io.BytesIO(data)).load()
     if not isinstance(contents, Metadata):
@@ -111,13 +111,13 @@ def table(data: bytes) -> Metadata:
     return contents
 
 
-def metadata(path: Path) -> Metadata:
+def read_table(path: Path) -> Metadata:
     """Return the table of contents of the checkpoint in this folder. Raises ValueError if there is no valid table, or
     if the files hold fewer bytes than the table says."""
     try:
-        contents = table(read_bytes(path / COMPLETE))
-        expected = sum(map(_num_bytes, contents.state_dict_metadata.values()))
-        size = sum(map(_size, path.iterdir()))
+        contents = load_table(read_bytes(path / COMPLETE))
+        expected = sum(map(_tensor_bytes, contents.state_dict_metadata.values()))
+        size = sum(map(_file_size, path.iterdir()))
         if expected > size:
             raise ValueError(f"expected files with the table's {expected} bytes of tensors, got {size} bytes")
         for stored in (contents.storage_data or {}).values():
@@ -128,7 +128,7 @@ def metadata(path: Path) -> Metadata:
     return contents
 
 
-def _num_bytes(kind: Any) -> int:
+def _tensor_bytes(kind: Any) -> int:
     """Return the bytes of a value, from its entry in the table of contents; 0 if the value is no tensor. Raises
     ValueError if the entry is not valid."""
     if isinstance(kind, BytesStorageMetadata):
@@ -147,7 +147,7 @@ def _check_inside(stored: Any) -> None:
         raise ValueError(f"expected files in the checkpoint's folder, got {name!r:.80}")
 
 
-def _size(file: Path) -> int:
+def _file_size(file: Path) -> int:
     status = file.lstat()  # a symbolic link may lead out of the folder
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"expected regular files, got another kind: {file.name}")
@@ -185,11 +185,11 @@ def write_checkpoint(state: dict[str, Any], path: Path, group: dist.ProcessGroup
     rank = dist.get_rank(group) if group else 0
     # wait for all ranks, because one rank removes the table of an older checkpoint first
     gathered(b"", group)
-    tables = _together(lambda: _part(state, path, rank), path, group)
-    _together(lambda: b"" if rank else _complete(path, tables), path, group)
+    tables = _on_all_ranks(lambda: _write_own_file(state, path, rank), path, group)
+    _on_all_ranks(lambda: b"" if rank else _complete(path, tables), path, group)
 
 
-def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
+def _write_own_file(state: dict[str, Any], path: Path, rank: int) -> bytes:
     """Write this rank's state to a file; return the table of contents of this file."""
     planner, writer = DefaultSavePlanner(), dcp.FileSystemWriter(path)
     planner.set_up_planner(state, is_coordinator=True)
@@ -204,9 +204,9 @@ def _part(state: dict[str, Any], path: Path, rank: int) -> bytes:
 
 def _complete(path: Path, tables: list[bytes]) -> bytes:
     """Join the tables of all ranks' files and write the whole table. The table is written after all files, because the
-    table marks the checkpoint as complete. Return b"", because _together() expects bytes."""
+    table marks the checkpoint as complete. Return b"", because _on_all_ranks() expects bytes."""
     whole, results = Metadata({}, planner_data={}), list[WriteResult]()
-    for contents in map(table, tables):
+    for contents in map(load_table, tables):
         whole.state_dict_metadata |= contents.state_dict_metadata
         whole.planner_data |= contents.planner_data
         results += [WriteResult(index, 0, storage) for index, storage in contents.storage_data.items()]
@@ -214,7 +214,7 @@ def _complete(path: Path, tables: list[bytes]) -> bytes:
     return b""
 
 
-def _together(work: Callable[[], bytes], path: Path, group: dist.ProcessGroup | None) -> list[bytes]:
+def _on_all_ranks(work: Callable[[], bytes], path: Path, group: dist.ProcessGroup | None) -> list[bytes]:
     """Call work() on each rank, and return the results of all ranks. If work() fails on one rank, all ranks raise an
     error."""
     error, message = None, b""  # an empty message tells the other ranks of an error

@@ -11,7 +11,7 @@ COMPLETE = ".metadata"
 PREFIX = "step_"
 
 
-def folder_of(folder: str | Path, step: int) -> Path:
+def checkpoint_folder(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"{PREFIX}{step:08d}"
 
 
@@ -22,15 +22,17 @@ def complete_steps(folder: str | Path) -> list[int]:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of the checkpoint in the folder `path`. Return None if folder_of() would never give a folder this
-    name, for example for the copy of a checkpoint."""
+    """Return the step of the checkpoint in the folder `path`. Return None if checkpoint_folder() would never give a
+    folder this name, for example for the copy of a checkpoint."""
     name = path.name.removeprefix(PREFIX)
     return (
-        int(name) if name.isascii() and name.isdigit() and path == folder_of(path.parent, int(name)) else None
+        int(name)
+        if name.isascii() and name.isdigit() and path == checkpoint_folder(path.parent, int(name))
+        else None
     )
 
 
-def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
+def find_checkpoint(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
     """Return the folder and the step of a complete checkpoint. `step`: the checkpoint's step; None: the newest. Raises
     ValueError if the folder has no complete checkpoint of this step."""
     steps = complete_steps(folder)
@@ -39,4 +41,4 @@ def choose(folder: str | Path, step: int | None = None) -> tuple[Path, int]:
         wanted = "a complete checkpoint" if step is None else f"a complete checkpoint of step {step}"
         raise ValueError(f"{folder}: expected {wanted}, got {present}")
     chosen = steps[-1] if step is None else step
-    return folder_of(folder, chosen), chosen
+    return checkpoint_folder(folder, chosen), chosen

@@ -41,11 +41,9 @@ class GptProgress(Progress):
             raise ValueError(
                 f"expected equally many losses, norms, loss scales and skips, got {sorted(lengths)} of them"
             )
-        if any(
-            is_skipped and scale is None
-            for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True)
-        ):
-            raise ValueError("expected a loss scale for each skipped step, got None")
+        for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True):
+            if is_skipped and scale is None:
+                raise ValueError("expected a loss scale for each skipped step, got None")
         if not re.fullmatch("[0-9a-f]*", self.source):
             raise ValueError(f"expected the hash of the source code, got {self.source!r:.80}")
 

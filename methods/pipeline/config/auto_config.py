@@ -88,7 +88,7 @@ class ConfigRow:
         return max(parts, key=lambda part: parts[part])
 
 
-def predict(rows: Sequence[ConfigRow]) -> list[float]:
+def predict_steps(rows: Sequence[ConfigRow]) -> list[float]:
     """Return the predicted seconds of a step for each configuration. All configurations must have the same schedule.
 
     If there are many micro-batches, the time is extrapolated from simulations of fewer: once the pipeline is full, each
@@ -114,8 +114,10 @@ def predict(rows: Sequence[ConfigRow]) -> list[float]:
     return predicted
 
 
-def _timed(rows: Sequence[ConfigRow]) -> list[ConfigRow]:
-    return [replace(row, step_seconds=seconds) for row, seconds in zip(rows, predict(rows), strict=True)]
+def _with_step_seconds(rows: Sequence[ConfigRow]) -> list[ConfigRow]:
+    return [
+        replace(row, step_seconds=seconds) for row, seconds in zip(rows, predict_steps(rows), strict=True)
+    ]
 
 
 class AutoConfig:
@@ -180,23 +182,23 @@ class AutoConfig:
         if not fitting:
             raise ValueError(self.why_not())
         if not self.costs.is_timed:
-            return max(fitting, key=_shape)
+            return max(fitting, key=_stages_and_size)
         best: ConfigRow | None = None
         fitting.sort(key=lambda row: row.least_seconds)
         for start in range(0, len(fitting), AT_ONCE):
             rows = fitting[start : start + AT_ONCE]
             if best:
-                rows = [row for row in rows if _is_below(row.least_seconds, best)]
+                rows = [row for row in rows if _may_be_better(row.least_seconds, best)]
             if not rows:
                 break
-            best = min([*_timed(rows), *([best] if best else [])], key=_seconds_and_size)
+            best = min([*_with_step_seconds(rows), *([best] if best else [])], key=_seconds_and_size)
         assert best is not None
         return best
 
     def least(self) -> ConfigRow:
         """Return the configuration that needs the least memory."""
         least = min(self._rows, key=lambda row: row.device_bytes)
-        return _timed([least])[0] if self.costs.is_timed else least
+        return _with_step_seconds([least])[0] if self.costs.is_timed else least
 
     def why_not(self) -> str:
         """Return, in one line, why no configuration fits: how much memory is missing for the configuration that needs
@@ -214,7 +216,7 @@ class AutoConfig:
         """Return all configurations, the fastest first. Configurations that do not fit come last, those that need the
         least memory first."""
         return sorted(
-            _timed(self._rows),
+            _with_step_seconds(self._rows),
             key=lambda row: (not row.fits, *(_seconds_and_size(row) if row.fits else (row.device_bytes,))),
         )
 
@@ -240,23 +242,25 @@ class AutoConfig:
             self.costs.num_served or inf,
             min(self.gpus_per_vm, len(stages) * num_replicas),
         )
-        sends = [_at(self._messages, stage.sent_bytes) + stage.copy_seconds for stage in stages[:-1]]
+        sends = [
+            _interpolated(self._messages, stage.sent_bytes) + stage.copy_seconds for stage in stages[:-1]
+        ]
         summed = GRADIENT_BYTES * max(stage.num_params for stage in stages)
         return ConfigRow(
-            len(stages),
-            num_replicas,
-            size,
-            -(-self.batch_size // num_replicas // size),
-            need,
-            self.capacity is None or need <= self.capacity,
-            tuple(cuts),
-            tuple(stage.passes for stage in stages),
-            max(sends, default=0.0),
-            self._sum_seconds(summed, num_replicas),
-            max(stage.update_seconds for stage in stages),
-            self.costs.crowding + (num_local - self.costs.num_ranks) / num_served,
-            num_local / num_served,
-            self.schedule,
+            num_stages=len(stages),
+            num_replicas=num_replicas,
+            chunk_size=size,
+            num_micro_batches=-(-self.batch_size // num_replicas // size),
+            device_bytes=need,
+            fits=self.capacity is None or need <= self.capacity,
+            cuts=tuple(cuts),
+            passes=tuple(stage.passes for stage in stages),
+            send_seconds=max(sends, default=0.0),
+            sum_seconds=self._sum_seconds(summed, num_replicas),
+            update_seconds=max(stage.update_seconds for stage in stages),
+            crowding=self.costs.crowding + (num_local - self.costs.num_ranks) / num_served,
+            eased=num_local / num_served,
+            schedule=self.schedule,
         )
 
     def _sum_seconds(self, num_bytes: int, num_ranks: int) -> float:
@@ -267,7 +271,9 @@ class AutoConfig:
         if num_ranks == 1 or not sums:
             return 0.0
         like = min((ring.num_ranks for ring in sums), key=lambda count: abs(count - num_ranks))
-        seconds = _at([(ring.num_bytes, ring.seconds) for ring in sums if ring.num_ranks == like], num_bytes)
+        seconds = _interpolated(
+            [(ring.num_bytes, ring.seconds) for ring in sums if ring.num_ranks == like], num_bytes
+        )
         return seconds * sum_sent(1, num_ranks) / sum_sent(1, like)
 
 
@@ -276,20 +282,20 @@ def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
     return float(f"{row.step_seconds:.9g}"), -row.chunk_size
 
 
-def _is_below(seconds: float, best: ConfigRow) -> bool:
+def _may_be_better(seconds: float, best: ConfigRow) -> bool:
     """Return whether a configuration whose step takes at least `seconds`, perhaps more, can still be better than
     `best`."""
     return float(f"{seconds:.9g}") <= _seconds_and_size(best)[0]
 
 
-def _shape(row: ConfigRow) -> tuple[int, int]:
+def _stages_and_size(row: ConfigRow) -> tuple[int, int]:
     """Return a sort key for use without times; the row with the largest key is chosen. This row has the most stages and
     then the smallest micro-batches. Among rows with a single stage, the one with the largest micro-batches is chosen,
     because small ones would gain nothing."""
     return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 
 
-def _at(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
+def _interpolated(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
     """Return the seconds for `num_bytes`, from measured points (bytes, seconds). Between two points interpolate; beyond
     the last point go in proportion to the bytes; before the first take its seconds. Without points return 0.0."""
     below = max((point for point in points if point[0] <= num_bytes), default=None)

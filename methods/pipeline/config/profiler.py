@@ -213,13 +213,13 @@ class Profiler:
         module, self._from_meta = self.sections[number].module, set()
         values = {
             name: torch.empty_like(tensor, device=self.device)
-            for name, tensor in _named(module)
+            for name, tensor in _named_tensors(module)
             if tensor.is_meta
         }
         if values and self.init_weights:
             self.init_weights(values.items())
             give_memory(module, values)
-        self._from_meta = {id(tensor) for name, tensor in _named(module) if name in values}
+        self._from_meta = {id(tensor) for name, tensor in _named_tensors(module) if name in values}
         return module.to(self.device)
 
     def _leave(self, module: nn.Module) -> None:
@@ -254,7 +254,7 @@ class Profiler:
             outputs, forward = self._clocked(module, *values.received, *values.inputs)
             _, copy = self._clocked(self._copies, [] if values.grads is None else outputs)
         outputs, recompute = self._clocked(module, *values.received, *values.inputs)
-        _, backward = self._clocked(_backward, outputs, values.grads)
+        _, backward = self._clocked(_run_backward, outputs, values.grads)
         return [forward, copy, recompute, backward]
 
     def _clocked(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
@@ -308,7 +308,7 @@ class Profiler:
         with nullcontext() if is_cuda else tracker.in_thread():
             outputs = module(*values.received, *values.inputs)
             saved = torch.cuda.memory_allocated(self.device) if is_cuda else tracker.stats()["host_allocated"]
-            _backward(outputs, values.grads)
+            _run_backward(outputs, values.grads)
             peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else tracker.stats()["host_peak"]
         sent = 0 if values.grads is None else sum(tensor.nbytes for tensor in outputs)
         return saved - before, peak - before, sent
@@ -355,7 +355,7 @@ class Profiler:
                         self._round_trips, 2 * lower + 1 - self.rank, size, self.rank == lower
                     )
                     while not running.done():
-                        _backward(module(*values.received, *values.inputs), values.grads)
+                        _run_backward(module(*values.received, *values.inputs), values.grads)
                     is_one_machine = hosts[lower] == hosts[lower + 1]
                     timings.append(((is_one_machine, size), statistics.median(running.result()[1:]) / 2))
         self._leave(module)
@@ -408,7 +408,7 @@ class Profiler:
         return [(*key, statistics.median(of_ranks)) for key, of_ranks in sorted(together.items())]
 
 
-def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
@@ -418,7 +418,7 @@ def _least_middle_most(sizes: set[int]) -> list[int]:
     return sorted({*ascending[:1], *ascending[len(ascending) // 2 :][:1], *ascending[-1:]})
 
 
-def _backward(outputs: Any, grads: Sequence[Tensor] | None) -> None:
+def _run_backward(outputs: Any, grads: Sequence[Tensor] | None) -> None:
     if grads is None:
         loss = outputs[0] if isinstance(outputs, tuple | list) else outputs
         loss.float().reshape(()).backward()

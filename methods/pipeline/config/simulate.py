@@ -1,7 +1,7 @@
 """Simulates a step of pipelines under a virtual clock: passes of stages, messages on the links between stages, and the
 replicas' sum of gradients.
 
-    simulate("varuna", [{"F": 1, "R": 1, "B": 2}] * 4, 16, Network(send_seconds=0.5, jitter=0.3)).step_seconds
+    simulate_step("varuna", [{"F": 1, "R": 1, "B": 2}] * 4, 16, Network(send_seconds=0.5, jitter=0.3)).step_seconds
 
 Nothing here is measured. The number of messages under way on a link is limited in each direction. Jitter is a relative
 standard deviation; it is drawn anew for each message and each pass.
@@ -55,7 +55,7 @@ class PipelineRun:
     ends: Array | None
 
 
-def simulate(
+def simulate_step(
     schedule: str,
     seconds: Sequence[Mapping[str, float]],
     num_micro_batches: int,

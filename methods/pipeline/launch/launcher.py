@@ -417,22 +417,20 @@ class Launcher:
         """Write the steps that all ranks have reported to the record, and the slow ranks to their file. Every
         PRUNE_SECONDS also remove old checkpoints."""
         spread = running.spread
-        while (
-            running.step_reports and len(running.step_reports[min(running.step_reports)]) == spread.num_ranks
-        ):
+        while running.step_reports:
             step = min(running.step_reports)
+            if len(running.step_reports[step]) < spread.num_ranks:
+                break
             reports = running.step_reports.pop(step)
-            self.folder.record(
-                step_line(reports)
-                | {
-                    "num_workers": spread.num_ranks,
-                    "num_stages": spread.num_stages,
-                    "num_replicas": spread.num_replicas,
-                    "chunk_size": spread.chunk_size,
-                    "round": running.number,
-                    "time": time.time(),
-                }
-            )
+            of_round = {
+                "num_workers": spread.num_ranks,
+                "num_stages": spread.num_stages,
+                "num_replicas": spread.num_replicas,
+                "chunk_size": spread.chunk_size,
+                "round": running.number,
+                "time": time.time(),
+            }
+            self.folder.record(step_line(reports) | of_round)
             if step > self.furthest:
                 self.furthest, self.crashes = step, 0
             pace.add({rank: event["busy_seconds"] for rank, event in reports.items()})
@@ -485,11 +483,9 @@ class Launcher:
             text = running.errors.get(rank) or f"exit code {causes[rank]}"
             return self._crashed(f"rank {rank} crashed; its log is logs/rank-{rank}.txt\n{text.rstrip()}")
         first = min(killed or failed)
-        what = (
-            f"rank {first} was killed by signal {-killed[first]}"
-            if killed
-            else f"rank {first} lost another rank"
-        )
+        what = f"rank {first} lost another rank"
+        if killed:
+            what = f"rank {first} was killed by signal {-killed[first]}"
         self.crashes += 1
         if self.crashes >= MOST_CRASHES:
             return self._crashed(

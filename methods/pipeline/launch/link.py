@@ -76,14 +76,17 @@ class Link:
             signal.raise_signal(signal.SIGUSR1)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the handler runs here
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        # A checkpoint is surely on disk only when the next one begins, so a rank's death can cost two intervals between
-        # checkpoints. Therefore an interval is half of `checkpoint_every`.
-        elif (
-            (every := self.checkpoint_every) and model.num_steps and model.num_steps % max(1, every // 2) == 0
-        ):
+        elif self._is_due(model.num_steps):
             pending = model.checkpoint()
-            if every == 1:
+            if self.checkpoint_every == 1:
                 pending.result()
+
+    def _is_due(self, num_steps: int) -> bool:
+        """Return whether a checkpoint is due. A checkpoint is surely on disk only when the next one begins, so a rank's
+        death can cost two intervals between checkpoints. Therefore an interval is half of `checkpoint_every`."""
+        if not self.checkpoint_every or not num_steps:
+            return False
+        return num_steps % max(1, self.checkpoint_every // 2) == 0
 
     def tell_step(self, model: Any, inputs: Mapping[str, Any], facts: dict[str, Any]) -> None:
         """Report a step after its passes and before its update. Ranks of the first stage also report the number and a

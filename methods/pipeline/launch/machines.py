@@ -51,7 +51,7 @@ class MachineLine:
     @property
     def host(self) -> str:
         """Return a name that is the same for all lines of one physical machine."""
-        return LOOPBACK if is_here(self.address) else self.address
+        return LOOPBACK if is_this_machine(self.address) else self.address
 
 
 def read_list(path: Path) -> list[MachineLine]:
@@ -74,7 +74,7 @@ def read_list(path: Path) -> list[MachineLine]:
 
 
 @functools.cache
-def is_here(address: str) -> bool:
+def is_this_machine(address: str) -> bool:
     """Return whether the address is a name or address of this machine."""
     if address in ("localhost", socket.gethostname()):
         return True
@@ -87,7 +87,7 @@ def is_here(address: str) -> bool:
     return False
 
 
-def command(address: str) -> list[str]:
+def agent_command(address: str) -> list[str]:
     """Return the command that starts an agent on another machine: by srun inside a Slurm job, else by ssh."""
     environment = child_environment()
     agent = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment)]
@@ -112,13 +112,13 @@ class Remote:
         answers, writing = os.pipe()
         with open(log, "a") as errors, open(writing, "wb"):
             self.process: subprocess.Popen[str] | fork_server.Forked
-            if is_here(line.address):
+            if is_this_machine(line.address):
                 self.process = fork_server.start(
                     AGENT, writing, errors.fileno(), child_environment(), (), IMPORTS
                 )
             else:
                 self.process = subprocess.Popen(
-                    command(line.address),
+                    agent_command(line.address),
                     stdin=subprocess.PIPE,
                     stdout=writing,
                     stderr=errors,

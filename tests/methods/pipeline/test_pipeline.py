@@ -21,7 +21,7 @@ from harness.devices.memory_account import Tracker
 from harness.devices.streams import STREAMS
 from harness.run.trace import Trace
 from methods.pipeline import pipeline
-from methods.pipeline.batches import micro_batch_sizes, split
+from methods.pipeline.batches import micro_batch_sizes, split_batch
 from methods.pipeline.checkpoint.checkpoints import read_checkpoint
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
 from methods.pipeline.pipeline import Varuna, trace_note
@@ -352,11 +352,11 @@ def test_shapes_that_change_are_named_by_every_process_or_where_they_are_sent(
 
 
 def test_what_has_a_batch_of_one_goes_to_every_micro_batch() -> None:
-    micro_batches = split({"x": torch.arange(5), "y": torch.ones(1, 3), "z": None}, [2, 2, 1])
+    micro_batches = split_batch({"x": torch.arange(5), "y": torch.ones(1, 3), "z": None}, [2, 2, 1])
     assert [micro_batch["x"].tolist() for micro_batch in micro_batches] == [[0, 1], [2, 3], [4]]
     assert all(micro_batch["y"].shape == (1, 3) and micro_batch["z"] is None for micro_batch in micro_batches)
     with pytest.raises(ValueError, match="expected 5 samples of x in this process, got 4"):
-        split({"x": torch.arange(4)}, [2, 2, 1])
+        split_batch({"x": torch.arange(4)}, [2, 2, 1])
 
 
 def test_maps_are_read_as_published() -> None:

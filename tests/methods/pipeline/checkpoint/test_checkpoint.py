@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from methods.pipeline.checkpoint import files
 from methods.pipeline.checkpoint.checkpoints import Checkpoints, read_checkpoint
-from methods.pipeline.checkpoint.folders import COMPLETE, choose, complete_steps, folder_of
+from methods.pipeline.checkpoint.folders import COMPLETE, checkpoint_folder, complete_steps, find_checkpoint
 from methods.pipeline.checkpoint.progress import GptProgress
 from tests.support.ranks import on_ranks
 
@@ -75,11 +75,11 @@ class Touches:
 def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
     bad, touched = Touches(tmp_path / "touched"), tmp_path / "touched"
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
-    path = folder_of(tmp_path, 7)
+    path = checkpoint_folder(tmp_path, 7)
     if where == "item":
         dcp.save({"progress": bad}, checkpoint_id=path, no_dist=True)
     else:
-        table = files.metadata(path)
+        table = files.read_table(path)
         table.planner_data = bad
         (path / COMPLETE).write_bytes(pickle.dumps(bad if where == "table of contents" else table))
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_an_older_python_is_read_checkpoint(
     """Before 3.11.4 an enumeration's member is pickled as a call of getattr."""
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
-    assert b"getattr" in (folder_of(tmp_path, 7) / COMPLETE).read_bytes()
+    assert b"getattr" in (checkpoint_folder(tmp_path, 7) / COMPLETE).read_bytes()
     assert state(1)[2].load(tmp_path, dict) == (7, {"step": 7})
 
 
@@ -106,7 +106,7 @@ def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: P
             return getattr, (Metadata, "__init__")
 
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
-    (folder_of(tmp_path, 7) / COMPLETE).write_bytes(pickle.dumps(Asks()))
+    (checkpoint_folder(tmp_path, 7) / COMPLETE).write_bytes(pickle.dumps(Asks()))
     with pytest.raises(ValueError, match="it asks for __init__ of what is no enumeration"):
         read_checkpoint(tmp_path)
 
@@ -154,8 +154,8 @@ def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(
         for name, value in (read_checkpoint(tmp_path) | TAMPERED[message]).items()
         if value is not None
     }
-    shutil.rmtree(folder_of(tmp_path, 7))
-    dcp.save(parts, checkpoint_id=folder_of(tmp_path, 7), no_dist=True)
+    shutil.rmtree(checkpoint_folder(tmp_path, 7))
+    dcp.save(parts, checkpoint_id=checkpoint_folder(tmp_path, 7), no_dist=True)
     masters, _, checkpoints = state(1)
     before = {name: master.clone() for name, master in masters.items()}
     with pytest.raises(ValueError, match="expected a checkpoint, got damaged or foreign files: ") as caught:
@@ -167,8 +167,8 @@ def test_a_tampered_part_is_told_with_its_checkpoint_and_nothing_is_taken(
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
 def test_a_size_that_the_files_do_not_have_takes_no_memory(tmp_path: Path, part: str) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
-    path = folder_of(tmp_path, 7)
-    table = files.metadata(path)
+    path = checkpoint_folder(tmp_path, 7)
+    table = files.read_table(path)
     name = next(name for name in table.state_dict_metadata if name.startswith(part))
     table.state_dict_metadata[name].size = torch.Size([10**13])
     (path / COMPLETE).write_bytes(pickle.dumps(table))
@@ -190,8 +190,8 @@ def test_a_weight_of_another_shape_is_of_another_model(tmp_path: Path) -> None:
 
 def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
-    (folder_of(tmp_path, 7) / COMPLETE).unlink()
-    os.mkfifo(folder_of(tmp_path, 7) / COMPLETE)
+    (checkpoint_folder(tmp_path, 7) / COMPLETE).unlink()
+    os.mkfifo(checkpoint_folder(tmp_path, 7) / COMPLETE)
     with pytest.raises(ValueError, match="expected a regular file"):
         read_checkpoint(tmp_path)
 
@@ -202,7 +202,7 @@ def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_table_changes_no_class(tmp_path: Path, name: bytes) -> None:
     """A state of two parts sets attributes of whatever is built."""
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
-    table = folder_of(tmp_path, 7) / COMPLETE
+    table = checkpoint_folder(tmp_path, 7) / COMPLETE
     table.write_bytes(b"\x80\x04" + name + b"N}X\x07\0\0\0changedK\x01s\x86b0" + table.read_bytes()[2:])
     with pytest.raises(ValueError, match="it changes <class "):
         read_checkpoint(tmp_path)
@@ -212,9 +212,9 @@ def test_a_table_changes_no_class(tmp_path: Path, name: bytes) -> None:
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", "sub/file", ""])
 def test_a_table_that_leads_out_of_its_folder_is_not_followed(tmp_path: Path, name: str) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
-    path = folder_of(tmp_path, 7)
+    path = checkpoint_folder(tmp_path, 7)
     shutil.copy(next(path.glob("*.distcp")), tmp_path / "outside")
-    table = files.metadata(path)
+    table = files.read_table(path)
     for stored in table.storage_data.values():
         stored.relative_path = name
     (path / COMPLETE).write_bytes(pickle.dumps(table))
@@ -224,7 +224,7 @@ def test_a_table_that_leads_out_of_its_folder_is_not_followed(tmp_path: Path, na
 
 def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
-    (file,) = folder_of(tmp_path, 7).glob("*.distcp")
+    (file,) = checkpoint_folder(tmp_path, 7).glob("*.distcp")
     file.symlink_to(file.rename(tmp_path / "outside"))
     with pytest.raises(ValueError, match="expected regular files, got another kind"):
         state(1)[2].load(tmp_path, GptProgress)
@@ -233,9 +233,9 @@ def test_a_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_truncated_file_is_told_with_its_checkpoint(tmp_path: Path, size: int) -> None:
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
-    (file,) = folder_of(tmp_path, 7).glob("*.distcp")
+    (file,) = checkpoint_folder(tmp_path, 7).glob("*.distcp")
     os.truncate(file, size)
-    with pytest.raises(ValueError, match=rf"{folder_of(tmp_path, 7)}: .*; try an older step$"):
+    with pytest.raises(ValueError, match=rf"{checkpoint_folder(tmp_path, 7)}: .*; try an older step$"):
         state(1)[2].load(tmp_path, dict)
 
 
@@ -244,7 +244,7 @@ def test_a_truncated_file_is_told_with_its_checkpoint(tmp_path: Path, size: int)
 )
 def test_a_folder_of_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     state(7)[2].save(tmp_path, 7, {}).result()
-    shutil.copytree(folder_of(tmp_path, 7), tmp_path / name)
+    shutil.copytree(checkpoint_folder(tmp_path, 7), tmp_path / name)
     assert complete_steps(tmp_path) == [7]
 
 
@@ -258,7 +258,7 @@ def test_of_several_ranks_none_unpickles_what_another_one_sends(tmp_path: Path) 
 def test_a_disk_that_is_full_on_one_rank_is_told_on_all_and_completes_nothing(tmp_path: Path) -> None:
     training = {"kind": "save", "ranks": 3, "folder": str(tmp_path), "fails": 1}
     messages = on_ranks(3, "tests.methods.pipeline.trainings:on_this_rank", [training])
-    of_others = f"rank 1 could not write its part of {folder_of(tmp_path, 1)}"
+    of_others = f"rank 1 could not write its part of {checkpoint_folder(tmp_path, 1)}"
     assert messages == [[of_others], ["[Errno 28] No space left on device"], [of_others]]
     assert complete_steps(tmp_path) == []
 
@@ -275,15 +275,15 @@ def test_what_changes_after_the_call_is_not_in_the_checkpoint(tmp_path: Path) ->
 def test_an_incomplete_checkpoint_is_never_taken(tmp_path: Path) -> None:
     for step in (1, 2):
         state(step)[2].save(tmp_path, step, {"step": step}).result()
-    (folder_of(tmp_path, 2) / COMPLETE).unlink()
-    assert choose(tmp_path)[1] == 1
+    (checkpoint_folder(tmp_path, 2) / COMPLETE).unlink()
+    assert find_checkpoint(tmp_path)[1] == 1
     with pytest.raises(ValueError, match="expected a complete checkpoint of step 2, got steps 1"):
-        choose(tmp_path, 2)
+        find_checkpoint(tmp_path, 2)
 
 
 def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a complete checkpoint, got none"):
-        choose(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 @pytest.mark.heavy

@@ -14,7 +14,7 @@ import pytest
 from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
-from methods.pipeline.config.auto_config import AutoConfig, ConfigRow, predict
+from methods.pipeline.config.auto_config import AutoConfig, ConfigRow, predict_steps
 from methods.pipeline.config.gpt_costs import GptCosts
 from methods.pipeline.config.grouping import group
 from methods.pipeline.config.partition import gpt_stages
@@ -216,7 +216,7 @@ def test_many_micro_batches_are_predicted_as_the_rules_have_it(
     passes = [{"F": 1.0, "R": float(stage < num_stages - 1), "B": 2.0} for stage in range(num_stages)]
     row = ConfigRow(num_stages, 1, 1, num_micro_batches, 0, True, (), tuple(passes), send_seconds, 0.0, 0.0)
     [exact] = step_seconds("varuna", [(passes, num_micro_batches, send_seconds)])
-    assert predict([row]) == pytest.approx([exact], rel=0.015)
+    assert predict_steps([row]) == pytest.approx([exact], rel=0.015)
     assert row.least_seconds <= exact + 1e-9
 
 

@@ -12,7 +12,7 @@ from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from methods.pipeline.config.partition import PipelineShape, gpt_stages, passes_of, stage_bytes
-from methods.pipeline.config.simulate import simulate
+from methods.pipeline.config.simulate import simulate_step
 from tests.support.configured import config_of
 from tests.support.ranks import on_ranks
 from tests.support.training import small_bytes
@@ -102,7 +102,7 @@ def seconds_by_hand(num_stages: int, chunk_size: int, schedule: str) -> float:
         count = stage.num_layers
         passes.append({"F": count * layer + head * stage.is_last, "R": count * layer, "B": 2 * count * layer})
     num_micro_batches = CHOSEN.batch_size * num_stages // 4 // chunk_size
-    return simulate(schedule, passes, num_micro_batches).step_seconds
+    return simulate_step(schedule, passes, num_micro_batches).step_seconds
 
 
 @pytest.mark.parametrize(("num_stages", "is_host"), [(1, False), (4, False), (4, True)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from methods.pipeline.launch.machines import command, read_list
+from methods.pipeline.launch.machines import agent_command, read_list
 
 
 def test_an_address_that_ssh_would_take_for_an_option_is_refused(tmp_path: Path) -> None:
@@ -20,5 +20,5 @@ def test_an_address_that_ssh_would_take_for_an_option_is_refused(tmp_path: Path)
 
 
 def test_ssh_takes_the_address_for_an_address() -> None:
-    arguments = command("10.0.0.1")
+    arguments = agent_command("10.0.0.1")
     assert arguments[arguments.index("10.0.0.1") - 1] == "--"

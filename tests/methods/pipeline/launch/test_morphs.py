@@ -30,7 +30,7 @@ from methods.pipeline.launch import link
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
 from methods.pipeline.launch.launcher import Launcher, LaunchJob
-from methods.pipeline.launch.machines import MachineLine, Remote, command, is_here, read_list
+from methods.pipeline.launch.machines import MachineLine, Remote, agent_command, is_this_machine, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.pipeline import Varuna
 from tests.methods.pipeline import user_model
@@ -179,10 +179,10 @@ def test_an_address_on_two_lines_is_two_machines(tmp_path: Path) -> None:
 
 
 def test_another_machine_is_reached_by_ssh_and_under_slurm_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_here("127.0.0.3") and not is_here("192.0.2.1")
-    assert command("192.0.2.1")[0] == "ssh" and command("192.0.2.1")[-2] == "192.0.2.1"
+    assert is_this_machine("127.0.0.3") and not is_this_machine("192.0.2.1")
+    assert agent_command("192.0.2.1")[0] == "ssh" and agent_command("192.0.2.1")[-2] == "192.0.2.1"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert "--nodelist=192.0.2.1" in command("192.0.2.1")
+    assert "--nodelist=192.0.2.1" in agent_command("192.0.2.1")
 
 
 @pytest.mark.parametrize(
