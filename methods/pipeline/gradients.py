@@ -108,7 +108,7 @@ class Gradients:
             torch._foreach_div_(grads, scale)
         norms = self._norm(torch.cat([loss, row]), is_finite)
         if lacks_grad:
-            # a plain optimizer leaves such weights alone: with a gradient of zeros they would decay
+            # an optimizer skips weights without a gradient, but would decay weights with a gradient of zeros
             shared = {name for pair in self.shared for name in (pair.name, pair.other)}
             for (name, master), has in zip(self.masters.items(), has_grad.tolist(), strict=True):
                 master.grad = master.grad if has or name in shared else None
@@ -160,11 +160,12 @@ class Gradients:
         self.kept = [(master.grad, _grad_version(master.grad)) for master in self.masters.values()]
 
     def forget(self) -> None:
-        """Keep no gradient of the last step alive: a plan counts those of one step alone."""
+        """Release the gradients of the last step, because a plan counts the gradients of one step alone."""
         self.kept = []
 
     def refuse_changes(self) -> None:
-        """Raise ValueError if a script has changed gradients since remember(): a rank has a part of them alone."""
+        """Raise ValueError if a script has changed gradients since remember(). A change such as clipping would be
+        wrong, because a rank has the gradients of its stage alone."""
         for master, (grad, version) in zip(self.masters.values(), self.kept, strict=False):
             if master.grad is not grad or _grad_version(grad) != version:
                 raise ValueError(

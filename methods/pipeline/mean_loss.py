@@ -1,9 +1,10 @@
-"""Finds losses that micro-batches change: the weighted mean of the micro-batches' losses is the batch's loss only if it
-is a mean over the samples, each by itself.
+"""Refuses losses that micro-batches change. The weighted mean of the micro-batches' losses is the batch's loss only if
+the loss is a mean over samples, each computed by itself.
 
-Two things are looked at. In the first step each stage runs its first micro-batch once more, sample by sample. In every
-step the last stage compares the numbers of targets over which cross_entropy took its means: targets of -100, and the
-weights of classes, count. A step's ranks learn of either with the sums of their gradients.
+There are two checks. In the first step each stage runs its first micro-batch once more, sample by sample, and compares
+the results. In every step the last stage compares the numbers of targets over which cross_entropy took its means in
+each micro-batch; targets of -100 and the weights of classes change these numbers. The ranks of a step learn the result
+of both checks with the sums of their gradients.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from methods.pipeline.batches import split_batch
 
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; of the largest value
 HALF_TOLERANCE = 5e-2  # fp16 and bf16
-MOST_UNEVEN = 1e-5  # relative difference between numbers of targets a sample that counts as rounding
+MOST_UNEVEN = 1e-5  # largest relative difference between numbers of targets a sample that counts as rounding
 
 
 class MeanCheck:
-    """What a rank has seen of a step's losses. `num_replicas`, `replica`: of its pipeline. `num_micro_batches`: of the
-    replica."""
+    """The checks of a rank's losses. `replica`: the number of the rank's replica. `num_micro_batches`: number of the
+    replica's micro-batches in a step."""
 
     def __init__(self, replica: int, num_replicas: int, num_micro_batches: int) -> None:
         self.replica, self.num_replicas = replica, num_replicas
@@ -64,14 +65,14 @@ class MeanCheck:
                 return
         self.is_mixed = any(_differ(one, many, size) for one, *many in zip(whole, *alone, strict=True))
 
-    def taken(self, device: torch.device) -> Tensor:
-        """Return what all ranks are to sum, and forget it: whether results are mixed, and for each replica the least
-        and the greatest number of targets a sample."""
+    def take_row(self, device: torch.device) -> Tensor:
+        """Return this rank's row of numbers, which all ranks sum, and begin a new row. The row tells whether results
+        are mixed, and for each replica the least and the greatest number of targets a sample."""
         row = torch.zeros(1 + 2 * self.num_replicas, device=device)
         row[0] = float(self.is_mixed)
         if self.per_sample:
             counts = torch.stack(self.per_sample)
-            # One number for the counts of several means, which no two of them leave as it is.
+            # one number for the counts of several means; it changes even if two counts are exchanged
             numbers = (counts * torch.arange(1, counts.shape[1] + 1, device=counts.device).sqrt()).sum(1)
             row[1 + 2 * self.replica], row[2 + 2 * self.replica] = numbers.min(), numbers.max()
         self.per_sample = []
@@ -79,7 +80,7 @@ class MeanCheck:
 
     @staticmethod
     def refuse(row: Tensor) -> None:
-        """Raise ValueError if the sum of all ranks' rows tells of a loss that micro-batches change."""
+        """Raise ValueError if the sum of all ranks' rows shows a loss that micro-batches change."""
         mixed, *numbers = row.tolist()
         least, most = min(numbers), max(numbers)
         if most - least > MOST_UNEVEN * most:
@@ -96,7 +97,7 @@ class MeanCheck:
 
 def _counts(loss: Tensor, num_means: int | None) -> list[Tensor]:
     """Return the number of targets, or their weight, of each mean of cross_entropy in the graph of the loss.
-    `num_means`: how many there are; None: search the whole graph."""
+    `num_means`: number of these means; None: search the whole graph."""
     waiting: list[Any] = [loss.grad_fn]
     visited: set[Any] = set()
     counts: list[Tensor] = []
@@ -113,7 +114,8 @@ def _counts(loss: Tensor, num_means: int | None) -> list[Tensor]:
 
 
 def _differ(whole: Any, alone: Sequence[Any], size: int) -> bool:
-    """Return whether a result of a micro-batch is not those of its samples: one after the other, or their mean."""
+    """Return whether the result of a micro-batch differs from the results `alone` of its samples, concatenated or, for
+    a single number, averaged."""
     if not isinstance(whole, Tensor) or not whole.is_floating_point():
         return False
     if whole.dim() and whole.shape[0] == size:

@@ -186,8 +186,8 @@ class Varuna(nn.Module):
         if self._link:  # wait for the first stage's last backward passes, which may still be queued on a GPU
             STREAMS[self.device.type].current().synchronize()
         busy = time.monotonic() - began - (self._passes.waited_seconds - waited)
-        row = self._mean_check.taken(self.device)
-        loss, norm, row = self._gradients.reduce(self._taken_loss(), row, self.scale.value)
+        row = self._mean_check.take_row(self.device)
+        loss, norm, row = self._gradients.reduce(self._take_loss(), row, self.scale.value)
         self._mean_check.refuse(row)
         self.grad_norm, self._watch = norm, None
         overflow = self.scale.overflows(norm)
@@ -221,7 +221,7 @@ class Varuna(nn.Module):
         batch."""
         self._begin(inputs)
         self._passes.evaluate()
-        loss = self._taken_loss()
+        loss = self._take_loss()
         for group in (self._groups.replicas, self._groups.pipeline):
             if group:
                 all_reduce(loss, group)
@@ -234,7 +234,8 @@ class Varuna(nn.Module):
         check_like_first(inputs, self._sample)
         self._micro_batches = split_batch(inputs, self.sizes)
 
-    def _taken_loss(self) -> Tensor:
+    def _take_loss(self) -> Tensor:
+        """Return the sum of the micro-batches' weighted losses; 0 on all stages but the last."""
         losses, self._losses = self._losses, []
         total = torch.zeros((), device=self.device)
         for loss in losses:

@@ -204,8 +204,8 @@ def _spec(value: Any) -> Spec:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 
-def _spec_text(kind: Spec) -> str:
-    return f"{str(kind[1]).removeprefix('torch.')} of shape {tuple(kind[0])}" if kind else "no tensor"
+def _spec_text(spec: Spec) -> str:
+    return f"{str(spec[1]).removeprefix('torch.')} of shape {tuple(spec[0])}" if spec else "no tensor"
 
 
 def _alike(value: Any, current: Any) -> bool:
