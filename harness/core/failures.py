@@ -12,14 +12,16 @@ from __future__ import annotations
 import errno
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from harness.base.imported_file import line_in
 from harness.core.job import gib
 from harness.core.method import Unavailable
 
+Raised = TypeVar("Raised", bound=BaseException)
 TEXT_LENGTH = 200
 NEAR_THE_LIMIT = 0.95
 # A thread cannot start if its stack does not fit the host's budget, or if the system allows no further thread. The
@@ -99,6 +101,13 @@ class Failure:
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
 
 
+def naming_ranks(error: Raised, ranks: Sequence[int]) -> Raised:
+    """Return the error, which a rank raises because these other ranks are lost or have failed. The evidence of the
+    rank's end names them."""
+    error.__dict__["lost_ranks"] = list(ranks)
+    return error
+
+
 def of_exception(
     error: BaseException, phase: str, memory: dict[str, int], folder: Path | None = None
 ) -> Failure:
@@ -108,6 +117,16 @@ def of_exception(
     if a message names none. `folder`: the folder of the method's file; the reason of a crash names the failing line in
     this folder. None: the reason names no line.
     """
+    failure = _of_causes(error, phase, memory, folder)
+    lost_ranks = set[int]()
+    for cause, _ in _innermost_first(error):
+        lost_ranks.update(getattr(cause, "lost_ranks", ()))
+    if not lost_ranks:
+        return failure
+    return replace(failure, evidence={**failure.evidence, "lost_ranks": sorted(lost_ranks)})
+
+
+def _of_causes(error: BaseException, phase: str, memory: dict[str, int], folder: Path | None) -> Failure:
     kinds = [(cause, _kind(cause, is_explicit, memory)) for cause, is_explicit in _innermost_first(error)]
     known = [(cause, kind) for cause, kind in kinds if kind is not None]
     if not known:

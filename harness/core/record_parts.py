@@ -49,6 +49,7 @@ class Evidence(TypedDict, total=False):
     reference: str  # key of the reference's record that the run was compared with
     reference_layers: int  # the reference's number of layers, if the reference is a shallower twin of the run
     reference_ended: str  # the status of the reference's run, if the status is not ok
+    lost_ranks: list[int]  # other ranks that a rank had lost or that had failed, when the rank ended
     probe_layers: int  # number of layers of the gate's probe, if the verdict also rests on a probe
     probe_steps: int  # the probe's number of steps
     probe_is_full: bool  # True: the probe had the sizes of the run

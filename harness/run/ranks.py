@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -32,8 +31,6 @@ from harness.core.record import Record
 from harness.devices import machine
 from harness.run.timeline import of_ranks, read, write
 from harness.run.worker import hand_over, interrupt_once, run
-
-RANK = re.compile(r"\brank (\d+)")  # pattern of a rank's number in a message
 
 
 def folder_of(path: Path) -> Path:
@@ -141,14 +138,16 @@ def first_to_fail(failed: dict[int, int], ended: dict[int, Record]) -> int:
     in which the agent saw them; `ended`: the records of the ranks that left a record.
 
     A rank that failed by itself comes before ranks that lost a peer. Among equals, a rank without a record, which was
-    killed, comes before ranks with a record; then, ranks whose message names another failed rank come last. If several
+    killed, comes before ranks with a record; then, ranks whose evidence names another failed rank come last. If several
     ranks are still equal, the order of `failed` decides.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool]:
         record = ended.get(rank)
-        waited_for = set(map(int, RANK.findall(record.reason))) - {rank} if record else set()
-        return record is not None and followed(record), record is not None, not waited_for.isdisjoint(failed)
+        if record is None:
+            return False, False, False
+        waited_for = {*record.evidence.get("lost_ranks", ())} - {rank}
+        return followed(record), True, not waited_for.isdisjoint(failed)
 
     return min(failed, key=order)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.core.failures import naming_ranks
 from methods.pipeline.config.partition import BUCKET_BYTES
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.shared_weights import Shared
@@ -188,11 +189,10 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
     try:
         dist.all_reduce(tensor, group=group)
     except RuntimeError as error:
-        others = [str(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         reason = " ".join(str(error).split())
-        raise LostPeer(
-            f"rank {' or '.join(others)} took no part in a sum: look at its log ({reason})"
-        ) from error
+        text = f"rank {' or '.join(map(str, others))} took no part in a sum: look at its log ({reason})"
+        raise naming_ranks(LostPeer(text), others) from error
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.core.failures import naming_ranks
 from methods.pipeline.stage import Spec, empty_tensor
 
 IN_FLIGHT = 4  # most messages under way in one direction, as in the original Varuna
@@ -66,7 +67,7 @@ class Inbox:
         except queue.Empty:
             what = "gradient" if self.kind == GRADIENT else "activation"
             text = f"no {what} from rank {self.peer} in {self.limit_seconds:g} s: look at that rank's log"
-            raise LostPeer(text) from None
+            raise naming_ranks(LostPeer(text), [self.peer]) from None
         self.waited_seconds += time.monotonic() - began
         if isinstance(message, Exception):
             raise message
@@ -189,18 +190,17 @@ def join(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store(rank, limit)
     store.set(f"here/{rank}", message)
-    missing = []
+    missing: list[int] = []
     for other in range(world_size):
         left = max(0.01, timeout_seconds - (time.monotonic() - began))
         try:
             store.wait([f"here/{other}"], timedelta(seconds=left))
         except dist.DistStoreError:
-            missing.append(str(other))
+            missing.append(other)
     if missing:
-        names = ", ".join(missing)
-        raise LostPeer(
-            f"rank {names} of {world_size} did not come within {timeout_seconds:g} s: look at its log"
-        )
+        names = ", ".join(map(str, missing))
+        text = f"rank {names} of {world_size} did not come within {timeout_seconds:g} s: look at its log"
+        raise naming_ranks(LostPeer(text), missing)
     messages = [store.get(f"here/{other}") for other in range(world_size)]
     backend = backend_of(messages)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from harness.base.foreign_file import read_bytes
+from harness.core.failures import naming_ranks
 from methods.pipeline.checkpoint.folders import COMPLETE
 from methods.pipeline.transport import gathered
 
@@ -225,6 +226,7 @@ def _on_all_ranks(work: Callable[[], bytes], path: Path, group: dist.ProcessGrou
     messages = gathered(message, group)
     if error:
         raise error
-    if failed := [str(rank) for rank, result in enumerate(messages) if not result]:
-        raise OSError(f"rank {', '.join(failed)} could not write its part of {path}")
+    if failed := [rank for rank, result in enumerate(messages) if not result]:
+        text = f"rank {', '.join(map(str, failed))} could not write its part of {path}"
+        raise naming_ranks(OSError(text), failed)
     return [result[1:] for result in messages]
