@@ -25,9 +25,9 @@ Entry = tuple[tarfile.TarInfo, bytes]
 
 
 def entry(name: str, data: bytes = DATA, kind: bytes = tarfile.REGTYPE, link: str = "") -> Entry:
-    made = tarfile.TarInfo(name)
-    made.type, made.linkname, made.size = kind, link, len(data)
-    return made, data
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname, member.size = kind, link, len(data)
+    return member, data
 
 
 def archive(path: Path, *entries: Entry, listed: str | None = None) -> Path:
@@ -39,8 +39,8 @@ def archive(path: Path, *entries: Entry, listed: str | None = None) -> Path:
     ]
     manifest = entry("bundle/MANIFEST", ("\n".join(lines) if listed is None else listed).encode())
     with tarfile.open(path, "w:gz") as tar:
-        for made, data in (manifest, *entries):
-            tar.addfile(made, io.BytesIO(data))
+        for member, data in (manifest, *entries):
+            tar.addfile(member, io.BytesIO(data))
     return path
 
 
@@ -71,9 +71,9 @@ HOSTILE: dict[str, tuple[str, Entry]] = {
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_an_entry_is_refused_that_is(text: str, tmp_path: Path) -> None:
-    told, made = HOSTILE[text]
-    with pytest.raises(ValueError, match=told) as error:
-        read(archive(tmp_path / "b.tar.gz", made))
+    message, members = HOSTILE[text]
+    with pytest.raises(ValueError, match=message) as error:
+        read(archive(tmp_path / "b.tar.gz", members))
     assert "\n" not in str(error.value)
 
 

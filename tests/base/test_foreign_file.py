@@ -126,7 +126,7 @@ def test_yaml_that_repeats_itself_too_often_is_refused_before_it_is_built(
 def test_a_record_of_a_model_without_sizes_is_named_and_the_others_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    def refuse(module: str, asked: Any) -> Any:
+    def refuse(module: str, arguments: Any) -> Any:
         raise ValueError(f"{module} failed: no such model")
 
     monkeypatch.setattr(anatomy, "ask", refuse)

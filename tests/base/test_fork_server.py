@@ -39,19 +39,19 @@ def main():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a torch of nothing, whose import takes no seconds: nothing here trains."""
-    made = tmp_path_factory.mktemp("forked")
-    (made / "torch").mkdir()
+    folder = tmp_path_factory.mktemp("forked")
+    (folder / "torch").mkdir()
     for name in ("__init__", "_dynamo"):
-        (made / "torch" / f"{name}.py").touch()
-    return made
+        (folder / "torch" / f"{name}.py").touch()
+    return folder
 
 
 @pytest.fixture(scope="module")
 def environment(folder: Path) -> Iterator[dict[str, str]]:
-    given = child_environment()
-    path = f"{given['PYTHONPATH']}{os.pathsep}{folder}"
+    variables = child_environment()
+    path = f"{variables['PYTHONPATH']}{os.pathsep}{folder}"
     with forks.own_server():
-        yield given | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OWN": "1"}
+        yield variables | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OWN": "1"}
 
 
 def ended(folder: Path, environment: dict[str, str], first: str = "pass", read: int = 1) -> tuple[int, str]:
@@ -92,8 +92,11 @@ def test_a_worker_has_what_a_new_process_would_have(
     ],
 )
 def test_its_end_is_told(folder: Path, environment: dict[str, str], first: str, code: int) -> None:
-    found, log = ended(folder, environment, first)
-    assert found == code and ("ZeroDivisionError" in log, "why" in log) == (first == "1 / 0", "why" in first)
+    exit_code, log = ended(folder, environment, first)
+    assert exit_code == code and ("ZeroDivisionError" in log, "why" in log) == (
+        first == "1 / 0",
+        "why" in first,
+    )
 
 
 def test_descriptors_keep_their_numbers(folder: Path, environment: dict[str, str]) -> None:
@@ -112,9 +115,9 @@ def test_a_fork_holds_no_descriptor_of_another(folder: Path, environment: dict[s
     (folder / "waits.py").write_text("import sys\nmain = sys.stdin.read\n")
     with open(folder / "first", "w") as log:
         waits = fork_server.start("waits", log.fileno(), log.fileno(), environment).started()
-    _, told = ended(folder, environment, "print(sorted(map(int, os.listdir('/proc/self/fd'))))")
+    _, log = ended(folder, environment, "print(sorted(map(int, os.listdir('/proc/self/fd'))))")
     waits.stdin.close()
-    assert waits.wait() == 0 and told.splitlines()[0] == "[0, 1, 2, 3]"  # the last is of listdir()
+    assert waits.wait() == 0 and log.splitlines()[0] == "[0, 1, 2, 3]"  # the last is of listdir()
 
 
 def test_another_environment_is_another_process_and_the_one_before_ends(
@@ -180,13 +183,13 @@ signal.pause()
 def test_a_fork_that_is_killed_before_it_starts_has_no_number(environment: dict[str, str]) -> None:
     """Its end must not be taken for its number, to which a signal would be sent."""
     reader, writer = os.pipe()
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control, of_caller = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if not child:
         signal.pause()
     forks_of = fork_server.Forks(socket.socketpair()[0])
     end = os.pidfd_open(child)
-    forks_of.running[end] = child, theirs
+    forks_of.running[end] = child, of_caller
     forks_of.waiting.register(end, selectors.EVENT_READ)
     os.kill(child, signal.SIGKILL)
     forks_of.waiting.select()

@@ -71,8 +71,8 @@ def test_a_file_that_would_end_the_call_is_named(kind: str, ending: str, tmp_pat
     """It ended with exit code 0 and no word."""
     (tmp_path / "case88.py").write_text(ending)
     verb = ["verify"] if kind == "--cases" else ["-m", "case88"]
-    words = [sys.executable, "-m", "harness", *verb, kind, str(tmp_path), "--results", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "harness", *verb, kind, str(tmp_path), "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done
     assert done.stderr.startswith(f"error: {tmp_path}/case88.py does not load: SystemExit: ")
 
@@ -87,8 +87,8 @@ def test_no_function_of_a_method_ends_the_call(tmp_path: Path) -> None:
     """./run.sh ended with exit code 0 and no word."""
     (tmp_path / "ends.py").write_text(ENDS)
     done = subprocess.run([sys.executable, "-c", CALLS, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    told = [line.split(" ", 2) for line in done.stdout.splitlines()]
-    assert (done.returncode, done.stderr, len(told)) == (0, "", 4 * 8)
-    for name, file, text in told:
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr, len(lines)) == (0, "", 4 * 8)
+    for name, file, text in lines:
         assert file == f"{tmp_path}/ends.py's" and text.startswith(f"{name}() ended the process: SystemExit")
         assert ", ends.py line " in text and text.endswith("; try raise ValueError")

@@ -32,8 +32,8 @@ def started(work: str = "pass") -> tuple[subprocess.Popen[str], list[psutil.Proc
     call = [sys.executable, "-c", CALL.format(work=work)]
     agent = subprocess.Popen(call, stdout=subprocess.PIPE, text=True, env=child_environment())
     assert agent.stdout
-    told = [agent.stdout.readline().split() for _ in range(2)]
-    return agent, [psutil.Process(int(pid)) for pid, _ in told], {held for _, held in told}
+    lines = [agent.stdout.readline().split() for _ in range(2)]
+    return agent, [psutil.Process(int(pid)) for pid, _ in lines], {held for _, held in lines}
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_alone_told_to_have_failed(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ else:
 """
 
 
-@pytest.mark.parametrize(("kind", "told"), [("pool", "1 2 True"), ("calling", "2 2 True")])
-def test_threads_of_one_core_leave_the_gradients_of_attention_as_they_are(kind: str, told: str) -> None:
+@pytest.mark.parametrize(("kind", "answer"), [("pool", "1 2 True"), ("calling", "2 2 True")])
+def test_threads_of_one_core_leave_the_gradients_of_attention_as_they_are(kind: str, answer: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ATTENTION, kind],
         cwd=ROOT,
@@ -48,16 +48,16 @@ def test_threads_of_one_core_leave_the_gradients_of_attention_as_they_are(kind: 
         check=True,
         env=os.environ | {"OMP_NUM_THREADS": "2"},
     )
-    assert done.stdout.strip() == told
+    assert done.stdout.strip() == answer
 
 
 @pytest.fixture
 def quota_of_one_core() -> Iterator[Path]:
     """A control group whose processes may take the time of one core and a half; gone afterwards."""
-    here = cgroup.current(controller="cpu")
-    folder = here.folder / f"quota-{os.getpid()}" if here else Path("none")
+    group = cgroup.current(controller="cpu")
+    folder = group.folder / f"quota-{os.getpid()}" if group else Path("none")
     name, text = (
-        ("cpu.cfs_quota_us", "150000") if here and here.version == 1 else ("cpu.max", "150000 100000")
+        ("cpu.cfs_quota_us", "150000") if group and group.version == 1 else ("cpu.max", "150000 100000")
     )
     try:
         folder.mkdir()

@@ -38,7 +38,7 @@ class Fate(NamedTuple):
     status: str
     kind: str  # evidence["class"]
     resource: str
-    words: str
+    text: str
     host_mib: int | None = None
 
 
@@ -298,7 +298,7 @@ def test_each_end_has_its_name(tmp_path: Path, row: Fate, request: pytest.Fixtur
     assert (record.evidence["class"], record.evidence["resource"]) == (row.kind, row.resource), (
         record.evidence
     )
-    assert row.words in record.reason and "\n" not in record.reason
+    assert row.text in record.reason and "\n" not in record.reason
 
 
 def test_a_crash_names_the_line_of_the_methods_file_and_its_log(tmp_path: Path) -> None:

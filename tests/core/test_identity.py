@@ -256,13 +256,13 @@ CLOCK = itertools.count(10**18, 10**9)
 def test_a_file_that_was_executed_in_another_state_is_told(
     tmp_path: Path, while_it_ran: str | None, afterwards: str | None, changed: list[str]
 ) -> None:
-    own = tmp_path.resolve() / "own.py"
-    executed_ns = edited(own, "A = 1\n")
-    before = identity.Listed.of(own)
-    executed_ns = edited(own, while_it_ran) if while_it_ran else executed_ns
+    file = tmp_path.resolve() / "own.py"
+    executed_ns = edited(file, "A = 1\n")
+    before = identity.Listed.of(file)
+    executed_ns = edited(file, while_it_ran) if while_it_ran else executed_ns
     if afterwards:
-        edited(own, afterwards)
-    assert before.changed([Executed(str(own), executed_ns)], identity.Listed.of(own)) == changed
+        edited(file, afterwards)
+    assert before.changed([Executed(str(file), executed_ns)], identity.Listed.of(file)) == changed
 
 
 def test_a_file_of_another_name_is_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,11 +314,11 @@ def test_a_file_beside_that_is_loaded_by_a_constant_name_belongs_to_the_method(
 def test_a_file_of_settings_that_is_read_by_a_constant_name_belongs_to_the_method(
     tmp_path: Path, line: str, name: str
 ) -> None:
-    own = tmp_path / "methods" / "own.py"
-    own.parent.mkdir()
-    own.write_text(f"def train():\n    {line}\n")
-    (own.parent / name).write_text("1")
-    assert (own.parent / name).resolve() in identity.closure(own)
+    file = tmp_path / "methods" / "own.py"
+    file.parent.mkdir()
+    file.write_text(f"def train():\n    {line}\n")
+    (file.parent / name).write_text("1")
+    assert (file.parent / name).resolve() in identity.closure(file)
 
 
 def test_the_packages_above_a_module_belong_to_the_method(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
     (tmp_path / "own" / "own.py").write_text("from methods import _part\nimport numpy, aside\n")
     monkeypatch.syspath_prepend(tmp_path / "path")
     executed = [*map(str, tmp_path.rglob("*.*")), str(identity.ROOT / "harness/core/job.py")]
-    executed += [str(each.__file__) for each in (json, pytest)]
+    executed += [str(module.__file__) for module in (json, pytest)]
     notes = [*(Executed(file, 0) for file in executed), Executed("a text in own.py line 7", None)]
     lacking = identity.Listed.of(tmp_path / "own" / "own.py").lacks(notes)
     assert lacking == [

@@ -34,23 +34,23 @@ def added(tmp_path: Path) -> Path:
 def test_a_file_that_does_not_load_is_named_and_stops_no_other_method(tmp_path: Path, added: Path) -> None:
     (added / "half_done.py").write_text("class HalfDone:\n    def train(self, ")
     (added / "exits.py").write_text("raise SystemExit(1)")
-    words = [*"-l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --methods".split(), str(added)]
-    done = run("-m", "plain-loop", *words, "--results", str(tmp_path / "results"))
+    options = [*"-l 1 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 2 --methods".split(), str(added)]
+    done = run("-m", "plain-loop", *options, "--results", str(tmp_path / "results"))
     assert done.returncode == 0, done.stderr
-    every = run("plan", "-m", "all", *words)
+    every = run("plan", "-m", "all", *options)
     assert every.returncode == 0 and "plain-loop" in every.stdout
     assert [text.split(" does not load: ")[0] for text in every.stderr.splitlines()] == [
         f"left out: exits: {added}/exits.py",
         f"left out: half-done: {added}/half_done.py",
     ]
-    one = run("-m", "half-done", *words)
+    one = run("-m", "half-done", *options)
     assert (one.returncode, len(one.stderr.splitlines())) == (
         2,
         1,
     ) and "half_done.py does not load" in one.stderr
-    for words in (("--help", "--methods", str(added)), ("--methods", str(added), "--help")):
-        told = run(*words)
-        assert told.returncode == 0 and "plain-loop" in told.stdout and "unavailable: " in told.stdout
+    for help_call in (("--help", "--methods", str(added)), ("--methods", str(added), "--help")):
+        done = run(*help_call)
+        assert done.returncode == 0 and "plain-loop" in done.stdout and "unavailable: " in done.stdout
 
 
 def test_a_plan_that_fails_is_named_and_stops_no_other_method(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_a_check_that_fails_is_one_line_and_exit_1(tmp_path: Path) -> None:
 )
 def test_a_check_that_fails_names_the_users_file(old: str, new: str, tmp_path: Path) -> None:
     """It named a copy in a temporary folder."""
-    told = [line for line in checked(tmp_path, old, new)[1] if line.startswith("failed")]
-    assert f"{tmp_path}/{tmp_path.name}.py" in told[0]
+    failed = [line for line in checked(tmp_path, old, new)[1] if line.startswith("failed")]
+    assert f"{tmp_path}/{tmp_path.name}.py" in failed[0]
 
 
 @pytest.mark.parametrize("ending", ["raise SystemExit(0)", "__import__('os')._exit(0)"])
@@ -150,9 +150,9 @@ def test_a_plan_that_would_end_the_process_fails_its_checks(ending: str, tmp_pat
 @pytest.mark.heavy
 def test_a_crash_while_it_is_checked_names_its_line_and_a_log_that_is_there(tmp_path: Path) -> None:
     _, lines = checked(tmp_path, "loss.backward()", "loss.backwards()")
-    (told,) = [line for line in lines if "fp32" in line]
-    assert ": loss.backwards(); its log has the traceback (" in told
-    log = Path(told.rsplit("(", 1)[1].rstrip(")"))
+    (line,) = [line for line in lines if "fp32" in line]
+    assert ": loss.backwards(); its log has the traceback (" in line
+    log = Path(line.rsplit("(", 1)[1].rstrip(")"))
     assert "AttributeError" in log.read_text()
     shutil.rmtree(log.parent)
 
@@ -161,8 +161,8 @@ def test_a_crash_while_it_is_checked_names_its_line_and_a_log_that_is_there(tmp_
 def test_a_wrong_gradient_is_named_with_its_tensor(tmp_path: Path) -> None:
     wrong = "loss.backward(); model.layers[1].fc1.weight.grad.mul_(0.5)"
     _, lines = checked(tmp_path, "loss.backward()", wrong)
-    (told,) = [line for line in lines if "fp32:" in line]
-    assert told.endswith(
+    (line,) = [line for line in lines if "fp32:" in line]
+    assert line.endswith(
         "; beside the others' the gradient of step 1 is wrong in layers.1.fc1.weight (0.5 times)"
     )
 
@@ -204,7 +204,7 @@ def unclipped(text: str) -> str:
 @pytest.mark.usefixtures("in_process")
 def test_a_method_that_does_not_clip_is_run_without_clipping_alone(tmp_path: Path) -> None:
     (tmp_path / "never_clips.py").write_text(unclipped(ONE_FILE))
-    words = [
+    options = [
         *tiny.WORDS,
         "-m",
         "never-clips",
@@ -217,7 +217,7 @@ def test_a_method_that_does_not_clip_is_run_without_clipping_alone(tmp_path: Pat
         "--results",
         tmp_path,
     ]
-    refused, trained = run(*words), run(*words, "--clip", "0")
+    refused, trained = run(*options), run(*options, "--clip", "0")
     assert refused.returncode == 2 and "does not clip gradients: try --clip 0, or -m " in refused.stderr
     assert trained.returncode == 0 and "gate passed" in trained.stdout
 
@@ -248,9 +248,10 @@ def test_an_added_method_appears_in_help(added: Path) -> None:
 
 
 def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path) -> None:
-    words = ["plan", "-m", "plain-loop", "-l", "2", "-h", "64", "--heads", "4"]
+    call = ["plan", "-m", "plain-loop", "-l", "2", "-h", "64", "--heads", "4"]
     before, after = (
-        run(*each) for each in (["--methods", str(added), *words], [*words, "--methods", str(added)])
+        run(*ordered_call)
+        for ordered_call in (["--methods", str(added), *call], [*call, "--methods", str(added)])
     )
     assert before.returncode == 0 and before.stdout == after.stdout
 
@@ -258,17 +259,19 @@ def test_the_folder_of_an_added_method_may_be_named_before_the_verb(added: Path)
 def test_several_folders_of_methods_may_be_named_before_the_verb(added: Path, tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     (other / "other_loop.py").write_text(ONE_FILE)
-    words = ["plan", "-m", "plain-loop,other-loop", "-l", "2", "-h", "64", "--heads", "4"]
+    call = ["plan", "-m", "plain-loop,other-loop", "-l", "2", "-h", "64", "--heads", "4"]
     folders = ["--methods", str(added), f"--methods={other}"]
-    before, after = run(*folders, *words), run(*words, *folders)
+    before, after = run(*folders, *call), run(*call, *folders)
     assert before.returncode == 0 and before.stdout == after.stdout
 
 
 @pytest.mark.heavy
 def test_an_added_method_gets_the_contract_tests_unasked(added: Path) -> None:
     chosen = "plain-loop and not unasked and not refused"
-    words = ["-q", "--all", "tests/core/test_method.py", "-k", chosen, "--methods", str(added)]
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+    options = ["-q", "--all", "tests/core/test_method.py", "-k", chosen, "--methods", str(added)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options], cwd=ROOT, capture_output=True, text=True
+    )
     assert "7 passed" in done.stdout, done.stdout
 
 
@@ -287,18 +290,18 @@ def test_a_plan_without_a_return_is_one_line(verb: str, tmp_path: Path) -> None:
     """It was a traceback and exit code 1."""
     name = tmp_path.name
     (tmp_path / f"{name}.py").write_text(ONE_FILE.replace("return Plan(", "Plan("))
-    words = [*verb.split(), "-m", name.replace("_", "-"), "-h", "64", "--heads", "4", "--methods", tmp_path]
-    done = run(*words, *(["--results", tmp_path / "results"] if verb.split()[0] != "plan" else []))
-    told = f"{name}.py's plan() fails: TypeError: expected a Plan as the result, got NoneType\n"
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and done.stderr.endswith(told), done
+    options = [*verb.split(), "-m", name.replace("_", "-"), "-h", "64", "--heads", "4", "--methods", tmp_path]
+    done = run(*options, *(["--results", tmp_path / "results"] if verb.split()[0] != "plan" else []))
+    message = f"{name}.py's plan() fails: TypeError: expected a Plan as the result, got NoneType\n"
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and done.stderr.endswith(message), done
 
 
 def test_an_option_of_a_type_that_is_not_known_is_one_line(tmp_path: Path) -> None:
     """It was a traceback and exit code 1."""
     (tmp_path / "no_type.py").write_text(ONE_FILE.replace("fused: bool", "fused: 'Bool'"))
     done = run("plan", "-m", "no-type", "--methods", tmp_path)
-    told = f"error: {tmp_path}/no_type.py's class fails: NameError: name 'Bool' is not defined\n"
-    assert (done.returncode, done.stderr) == (2, told)
+    message = f"error: {tmp_path}/no_type.py's class fails: NameError: name 'Bool' is not defined\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
 def test_an_option_of_the_wrong_type_is_refused() -> None:

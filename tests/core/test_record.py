@@ -62,10 +62,10 @@ def test_throughput_is_batch_over_median_step_once_the_gate_passed() -> None:
 
 def test_a_file_holds_a_speed_beside_the_verdict_that_allows_it_and_is_not_believed(tmp_path: Path) -> None:
     path, passed = tmp_path / "log_a.json", dataclasses.replace(RECORD, gate=Gate("exact"))
-    for record, told in ((RECORD, None), (passed, 4 / 3.0)):
+    for record, speed in ((RECORD, None), (passed, 4 / 3.0)):
         record.write(path)
         data = json.loads(path.read_text())
-        assert data["gate"].get("samples_per_second") == told and "samples_per_second" not in data
+        assert data["gate"].get("samples_per_second") == speed and "samples_per_second" not in data
         path.write_text(json.dumps({**data, "gate": {**data["gate"], "samples_per_second": 1e9}}))
         assert Record.read(path) == record
 
@@ -126,9 +126,9 @@ def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> N
         ({"schedule": {"num_models": 1000}}, "expected num_models 1, one more than `others`, got 1000"),
     ],
 )
-def test_what_no_run_can_have_measured_is_no_record(tmp_path: Path, told: dict, complaint: str) -> None:
+def test_what_no_run_can_have_measured_is_no_record(tmp_path: Path, changes: dict, complaint: str) -> None:
     path = tmp_path / "log_a.json"
-    dataclasses.replace(RECORD, **told).write(path)
+    dataclasses.replace(RECORD, **changes).write(path)
     assert read_all(tmp_path) == ({}, [f"{path} is not a record: {complaint}"])
 
 
@@ -142,12 +142,12 @@ def test_an_interval_of_no_steps_is_no_record(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_record_count_once_and_are_named(tmp_path: Path) -> None:
-    made = dataclasses.replace(RECORD, started=1e9)
+    record = dataclasses.replace(RECORD, started=1e9)
     for name in ("log_a.json", "log_b.json", "log_c.json"):
-        made.write(tmp_path / name)
-    dataclasses.replace(made, started=1e9 + 1, step_seconds=[0.5, 0.75]).write(tmp_path / "log_again.json")
-    found, complaints = read_all(tmp_path)
-    assert [path.name for path in found] == ["log_a.json", "log_again.json"]
+        record.write(tmp_path / name)
+    dataclasses.replace(record, started=1e9 + 1, step_seconds=[0.5, 0.75]).write(tmp_path / "log_again.json")
+    records, complaints = read_all(tmp_path)
+    assert [path.name for path in records] == ["log_a.json", "log_again.json"]
     assert [line.partition(": ")[2] for line in complaints] == [
         "the same measurement as log_a.json, which counts once"
     ] * 2
@@ -157,9 +157,9 @@ def test_copies_of_a_record_count_once_and_are_named(tmp_path: Path) -> None:
     "changes", [{"started": 1e9 + 1}, {"started": 0.0}, {"losses": [1.0, 2.0]}, {"step_seconds": [0.5, 0.25]}]
 )
 def test_a_copy_with_one_number_changed_is_a_copy(tmp_path: Path, changes: dict) -> None:
-    made = dataclasses.replace(RECORD, started=1e9, losses=[1.0, 1.5], step_seconds=[0.5, 0.125])
-    made.write(tmp_path / "log_a.json")
-    dataclasses.replace(made, **changes).write(tmp_path / "log_b.json")
+    record = dataclasses.replace(RECORD, started=1e9, losses=[1.0, 1.5], step_seconds=[0.5, 0.125])
+    record.write(tmp_path / "log_a.json")
+    dataclasses.replace(record, **changes).write(tmp_path / "log_b.json")
     assert len(read_all(tmp_path)[0]) == 1
 
 
@@ -167,8 +167,8 @@ def test_a_record_of_a_clock_that_is_ahead_counts_as_the_oldest_and_is_named(tmp
     now = time.time()
     for name, started in (("log_ahead.json", now + 1e6), ("log_past.json", now - 1e6), ("log_now.json", now)):
         dataclasses.replace(RECORD, started=started, step_seconds=[]).write(tmp_path / name)
-    found, complaints = read_all(tmp_path)
-    assert [path.name for path in found] == ["log_ahead.json", "log_past.json", "log_now.json"]
+    records, complaints = read_all(tmp_path)
+    assert [path.name for path in records] == ["log_ahead.json", "log_past.json", "log_now.json"]
     assert complaints == [
         f"{tmp_path}/log_ahead.json: written by a clock that is ahead, so it counts as the oldest"
     ]

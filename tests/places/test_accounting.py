@@ -80,8 +80,8 @@ def test_a_job_trains_in_a_bundle_that_slurm_starts(tmp_path: Path) -> None:
     seen = {**{path: path for path in (*SEEN, str(ROOT), str(tmp_path)) if Path(path).exists()}}
     seen["/harness/.venv"] = str((ROOT / ".venv").resolve())
     settings["mounts"] = [
-        {"destination": there, "source": here, "type": "bind", "options": ["rbind"]}
-        for there, here in seen.items()
+        {"destination": inside, "source": outside, "type": "bind", "options": ["rbind"]}
+        for inside, outside in seen.items()
     ]
     (bundle / "config.json").write_text(json.dumps(settings))
     place = Slurm({"partition": "tests", "container_image": str(bundle)})

@@ -67,8 +67,8 @@ def run_there(
 
 def test_the_image_alone_trains_without_network_and_without_root(engine: str) -> None:
     line = "./run.sh -m stronghold -l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 6 && id -u"
-    words = docker(engine, "run", "--rm", "--network", "none", IMAGE, "bash", "-c", line)
-    done = subprocess.run(words, capture_output=True, text=True)
+    command = docker(engine, "run", "--rm", "--network", "none", IMAGE, "bash", "-c", line)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "gate passed (exact)" in done.stdout, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "1000"
 
@@ -76,7 +76,7 @@ def test_the_image_alone_trains_without_network_and_without_root(engine: str) ->
 def test_dockers_own_build_sends_a_plain_checkout_as_image_build_does(engine: str) -> None:
     """By its first stage, which holds what was sent: the same files as in the image."""
     project = Path(engine.removeprefix("unix://")).parent / "project"
-    words = [
+    arguments = [
         "build",
         "-q",
         "-f",
@@ -89,10 +89,10 @@ def test_dockers_own_build_sends_a_plain_checkout_as_image_build_does(engine: st
     ]
     environment = {**os.environ, "DOCKER_BUILDKIT": "0"}
     done = subprocess.run(
-        docker(engine, *words), cwd=project, env=environment, capture_output=True, text=True
+        docker(engine, *arguments), cwd=project, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    sent, there = (
+    sent, in_image = (
         subprocess.run(
             docker(engine, "run", "--rm", "--network", "none", image, "sh", "-c", f"cd {folder} && {LIST}"),
             capture_output=True,
@@ -100,7 +100,7 @@ def test_dockers_own_build_sends_a_plain_checkout_as_image_build_does(engine: st
         ).stdout.splitlines()
         for image, folder in ((done.stdout.strip(), "/checkout"), (IMAGE, "/harness"))
     )
-    assert sent == there and {"./examples/own_gpt.py", "./notebooks/ae.ipynb"} <= {
+    assert sent == in_image and {"./examples/own_gpt.py", "./notebooks/ae.ipynb"} <= {
         line.split()[1] for line in sent
     }
 
@@ -128,34 +128,34 @@ def test_an_image_that_takes_longer_to_pack_than_a_request_is_saved(engine: str,
 
 def test_the_same_job_here_and_in_a_container_trains_to_the_same_bits(engine: str, tmp_path: Path) -> None:
     job = resolve(Job("stronghold", TINY, steps=6, warmup=2))[0]
-    (here,) = Sweep(tmp_path).run([resolve(job)])
-    (there,) = Sweep(tmp_path, place=Docker(IMAGE)).run([resolve(job)])
-    assert there.losses == here.losses and there.grad_norms == here.grad_norms
-    assert there.tensors == here.tensors and there.gate.verdict == "exact"
-    assert there.key != here.key and there.machine["on"] == "docker"
+    (on_host,) = Sweep(tmp_path).run([resolve(job)])
+    (in_container,) = Sweep(tmp_path, place=Docker(IMAGE)).run([resolve(job)])
+    assert in_container.losses == on_host.losses and in_container.grad_norms == on_host.grad_norms
+    assert in_container.tensors == on_host.tensors and in_container.gate.verdict == "exact"
+    assert in_container.key != on_host.key and in_container.machine["on"] == "docker"
     provenance = {"key", "machine", "software", "started", "gate", "step_seconds", "phase_seconds", "peaks"}
-    assert there.description["optimizer"].startswith("torch AdamW, fused, host")
+    assert in_container.description["optimizer"].startswith("torch AdamW, fused, host")
     # The tests' image has no compiler for our own.
-    there.description["optimizer"] = here.description["optimizer"]
-    there.kernels[there.kernels.index("fused_adamw")] = "adamw"
+    in_container.description["optimizer"] = on_host.description["optimizer"]
+    in_container.kernels[in_container.kernels.index("fused_adamw")] = "adamw"
     same = [field.name for field in dataclasses.fields(Record) if field.name not in provenance]
-    assert [getattr(here, name) for name in same] == [getattr(there, name) for name in same]
+    assert [getattr(on_host, name) for name in same] == [getattr(in_container, name) for name in same]
     assert {path.stat().st_uid for path in tmp_path.iterdir()} == {os.getuid()}
 
 
 def test_ranks_in_a_container_leave_checkpoints_that_others_go_on_from(engine: str, tmp_path: Path) -> None:
     """The folders lie outside the results, where a container sees only what it is shown."""
-    folder, there = tmp_path / "new" / "checkpoints", ["--on", "docker", "--image", IMAGE]
-    words = ["-m", "varuna", *SIZES, *there, "--results", tmp_path / "results"]
+    folder, place = tmp_path / "new" / "checkpoints", ["--on", "docker", "--image", IMAGE]
+    call = ["-m", "varuna", *SIZES, *place, "--results", tmp_path / "results"]
     options = [f"checkpoint={folder}", "checkpoint_every=4", "num_stages=2"]
     first = cli.run(
-        *words, "--ranks", "4", "--steps", "4", *(word for each in options for word in ("--option", each))
+        *call, "--ranks", "4", "--steps", "4", *(word for option in options for word in ("--option", option))
     )
     assert first.returncode == 0 and "gate passed (tolerance)" in first.stdout, first.stderr + first.stdout
-    done = cli.run(*words, "--ranks", "2", "--steps", "8", "--resume", folder)
+    done = cli.run(*call, "--ranks", "2", "--steps", "8", "--resume", folder)
     assert done.returncode == 0 and "gate passed (tolerance)" in done.stdout, done.stderr + done.stdout
     record = next(
-        each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume")
+        record for record in read_all(tmp_path / "results")[0].values() if record.job.options.get("resume")
     )
     assert record.schedule["resumed_steps"] == 4 and record.machine["on"] == "docker"
 
@@ -165,9 +165,9 @@ def test_a_job_has_no_rights_beyond_its_folders(engine: str, tmp_path: Path) -> 
     record = run_there(tmp_path, line)
     assert "Read-only file system: '/etc/new'" in record.reason
     log = log_of(tmp_path).read_text()
-    words = dict(line.split(":\t", 1) for line in log.splitlines() if ":\t" in line)
-    assert int(words["CapEff"], 16) == 0 and int(words["CapBnd"], 16) == 0 and words["NoNewPrivs"] == "1"
-    assert "0" not in words["Uid"].split() + words["Gid"].split()
+    status = dict(line.split(":\t", 1) for line in log.splitlines() if ":\t" in line)
+    assert int(status["CapEff"], 16) == 0 and int(status["CapBnd"], 16) == 0 and status["NoNewPrivs"] == "1"
+    assert "0" not in status["Uid"].split() + status["Gid"].split()
 
 
 def test_a_job_of_a_caller_other_than_root_runs_as_that_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,36 +196,36 @@ def test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [kept.name, log_of(tmp_path).name, "methods"]
     )
-    told = log_of(tmp_path).stat()
-    assert told.st_mode & 0o7111 == 0 and told.st_uid == kept.stat().st_uid == os.getuid()
+    status = log_of(tmp_path).stat()
+    assert status.st_mode & 0o7111 == 0 and status.st_uid == kept.stat().st_uid == os.getuid()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root's containers have another user")
-@pytest.mark.parametrize("told", PLANTED)
-def test_what_is_no_record_of_the_job_is_refused_by_its_kind(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_is_no_record_of_the_job_is_refused_by_its_kind(tmp_path: Path, kind: str) -> None:
     stem = tmp_path / "log_ending_l-2_hs-32_bs-2_ws-0_2026-01-01.1"
     exchange = Exchange(stem)
     exchange.open()
-    PLANTED[told](exchange.folder / f"{stem.name}.json")
+    PLANTED[kind](exchange.folder / f"{stem.name}.json")
     exchange.close("key")
-    assert told in exchange.refused
+    assert kind in exchange.refused
     assert [path.name for path in tmp_path.iterdir()] == [f"{stem.name}.txt"]
 
 
 def test_a_folder_that_the_containers_user_may_not_use_is_one_line(engine: str, tmp_path: Path) -> None:
-    there, disk = ["--on", "docker", "--image", IMAGE, "--results", tmp_path / "results"], tmp_path / "disk"
+    place, disk = ["--on", "docker", "--image", IMAGE, "--results", tmp_path / "results"], tmp_path / "disk"
     disk.mkdir(0o755)
     options = ["--option", f"checkpoint={disk}", "--option", "num_stages=2"]
-    done = cli.run("-m", "varuna", *SIZES, *there, "--ranks", "2", "--steps", "2", *options)
+    done = cli.run("-m", "varuna", *SIZES, *place, "--ranks", "2", "--steps", "2", *options)
     assert (
         done.returncode == 7
         and f"got {disk}, owned by root; try chown -R 1000 {disk}" in done.stdout.splitlines()[-1]
     )
     methods = write_ending(tmp_path, "pass")
     (methods / "ending.py").chmod(0o600)
-    done = cli.run(*WORDS, "-m", "ending", "--methods", methods, *there)
+    done = cli.run(*WORDS, "-m", "ending", "--methods", methods, *place)
     assert done.returncode == 7 and f"try chmod -R a+rX {methods}" in done.stdout.splitlines()[-1]
-    done = cli.run(*WORDS, *there[:-1], methods, "--methods", methods)
+    done = cli.run(*WORDS, *place[:-1], methods, "--methods", methods)
     assert done.returncode == 7 and "a folder of results alone" in done.stdout.splitlines()[-1]
 
 
@@ -247,7 +247,7 @@ def test_results_in_roots_home_are_written_too(engine: str) -> None:
 
 def test_of_a_corpus_folder_a_container_sees_the_corpus_alone(tmp_path: Path) -> None:
     job = Job("l2l", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))
-    shown = [there for there, _, _ in container.folders_shown(job, tmp_path / "results", (), "image")]
+    shown = [inside for inside, _, _ in container.folders_shown(job, tmp_path / "results", (), "image")]
     assert [path.name for path in shown if path.parent == tmp_path] == ["text.bin", "text.idx", "results"]
 
 
@@ -268,10 +268,10 @@ def test_out_of_the_containers_memory_is_told_by_the_engine(engine: str, tmp_pat
 def test_a_compiler_that_the_containers_memory_does_not_hold_is_named_in_one_line(
     engine: str, tmp_path: Path
 ) -> None:
-    told: list[str] = []
+    warnings: list[str] = []
 
     def take(event: dict) -> None:
-        told.extend([event["text"]] if event["event"] == "warning" else [])
+        warnings.extend([event["text"]] if event["event"] == "warning" else [])
 
     methods = write_compiling(
         tmp_path, "subprocess.run([sys.executable, '-c', 'bytearray(2**30)'], check=True)"
@@ -279,7 +279,7 @@ def test_a_compiler_that_the_containers_memory_does_not_hold_is_named_in_one_lin
     job = Job("compiling", TINY, budget=Budget(host_bytes=300 * 2**20), steps=3, warmup=1)
     (record,) = Sweep(tmp_path, (methods,), take, place=Docker(IMAGE)).run([resolve(job, (methods,))])
     assert record.status == "unavailable" and "not compiled" in record.reason
-    assert len(told) == 1 and "out of host memory" in told[0] and "--host-memory" in told[0]
+    assert len(warnings) == 1 and "out of host memory" in warnings[0] and "--host-memory" in warnings[0]
 
 
 def test_a_container_killed_from_outside_is_not_out_of_memory(engine: str, tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ def test_a_container_killed_from_outside_is_not_out_of_memory(engine: str, tmp_p
 
 
 def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_path: Path) -> None:
-    words = [*WORDS, "--on", "docker", "--image", IMAGE, *write_endless(tmp_path), "--results", str(tmp_path)]
-    run = cli.start(*words)
+    call = [*WORDS, "--on", "docker", "--image", IMAGE, *write_endless(tmp_path), "--results", str(tmp_path)]
+    run = cli.start(*call)
     cli.wait_for_steps(tmp_path)
     run.send_signal(signal.SIGINT)
     assert run.wait() == 130
@@ -305,14 +305,14 @@ def test_an_interrupt_ends_the_container_and_leaves_a_record(engine: str, tmp_pa
 def test_a_container_ends_with_whoever_started_it_and_the_next_call_has_its_record(
     engine: str, tmp_path: Path
 ) -> None:
-    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
-    run = cli.start(*words, *write_endless(tmp_path))
+    call = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
+    run = cli.start(*call, *write_endless(tmp_path))
     cli.wait_for_steps(tmp_path)
     run.kill()
     run.wait()
     until(lambda: not containers(engine, tmp_path, "status=running"), poll_seconds=0.5)
-    assert cli.run(*words, "--steps", "2").returncode == 0
-    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.method == "ending")
+    assert cli.run(*call, "--steps", "2").returncode == 0
+    (record,) = (record for record in read_all(tmp_path)[0].values() if record.job.method == "ending")
     assert record.status == "interrupted" and record.losses and record.machine["on"] == "docker"
     assert {path.stat().st_uid for path in tmp_path.iterdir()} == {os.getuid()}
     assert containers(engine, tmp_path) == [] and list(tmp_path.glob(".exchange-*")) == []
@@ -322,14 +322,14 @@ def test_what_runs_for_another_call_is_left_to_it(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two calls for one folder, on devices of their own."""
-    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
-    run = cli.start(*words, *write_endless(tmp_path))
+    call = [*WORDS, "--on", "docker", "--image", IMAGE, "--results", str(tmp_path)]
+    run = cli.start(*call, *write_endless(tmp_path))
     cli.wait_for_steps(tmp_path)
     monkeypatch.setenv("HARNESS_LOCKS", str(tmp_path))
-    assert cli.run(*words, "--steps", "2").returncode == 0
+    assert cli.run(*call, "--steps", "2").returncode == 0
     run.send_signal(signal.SIGINT)
     assert run.wait() == 130
-    (record,) = (each for each in read_all(tmp_path)[0].values() if each.job.method == "ending")
+    (record,) = (record for record in read_all(tmp_path)[0].values() if record.job.method == "ending")
     assert record.status == "interrupted"
 
 
@@ -344,16 +344,16 @@ def test_a_container_gets_the_gpus_whose_locks_its_job_holds(
     monkeypatch.setattr(container, "folders_shown", lambda *arguments: [])
     place = object.__new__(Docker)
     place.image = SimpleNamespace(id="sha256:1", short_id="sha256:1")
-    for device, asked in (("cuda", gpus), ("cpu", None)):
+    for device, gpus_of_job in (("cuda", gpus), ("cpu", None)):
         job = OrderedJob(Job("some", TINY, options, device=device), "key", tmp_path / "log")
         settings = place._settings(job, (), None)
         (request,) = settings["device_requests"] or [{"DeviceIDs": None, "Count": 0}]
-        assert (request["DeviceIDs"], request["Count"]) == (asked, 0)
+        assert (request["DeviceIDs"], request["Count"]) == (gpus_of_job, 0)
 
 
 def test_without_the_gpus_runtime_a_gpu_is_unavailable_in_one_line(engine: str, tmp_path: Path) -> None:
-    words = [*WORDS, "--on", "docker", "--image", IMAGE, "--device", "cuda", "--device-memory", "2GiB"]
-    done = cli.run(*words, "--results", str(tmp_path))
+    call = [*WORDS, "--on", "docker", "--image", IMAGE, "--device", "cuda", "--device-memory", "2GiB"]
+    done = cli.run(*call, "--results", str(tmp_path))
     assert done.returncode == 7 and "NVIDIA container toolkit" in done.stdout.splitlines()[-1]
 
 
@@ -369,8 +369,8 @@ def test_an_image_that_is_not_there_or_cannot_be_built_is_one_line(engine: str, 
         "--build-arg",
         "PACKAGES=no-such",
     ]
-    for words in (missing, ["image", "build", "--base", "not/there:1"], no_package):
-        done = cli.run(*words)
+    for call in (missing, ["image", "build", "--base", "not/there:1"], no_package):
+        done = cli.run(*call)
         assert done.returncode == 7 and len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
@@ -399,6 +399,10 @@ def log_of(results: Path) -> Path:
 
 
 def containers(engine: str, results: Path, *filters: str) -> list[str]:
-    given = [word for each in (f"label=harness.results={results}", *filters) for word in ("--filter", each)]
-    words = docker(engine, "ps", "-aq", *given)
-    return subprocess.run(words, capture_output=True, text=True).stdout.split()
+    options = [
+        word
+        for condition in (f"label=harness.results={results}", *filters)
+        for word in ("--filter", condition)
+    ]
+    command = docker(engine, "ps", "-aq", *options)
+    return subprocess.run(command, capture_output=True, text=True).stdout.split()

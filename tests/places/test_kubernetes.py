@@ -117,16 +117,16 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
 def cluster(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LoopbackCluster]:
-    with loopback_cluster(tmp_path / "cluster", request.param) as found:
+    with loopback_cluster(tmp_path / "cluster", request.param) as cluster:
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "cluster" / "kubeconfig"))
-        yield found
+        yield cluster
     assert still_running(str(tmp_path / "cluster")) == []
 
 
 def of_kind(name: str) -> pytest.MarkDecorator:
     """On a cluster with Jobs alone, or with JobSets; both are servers."""
-    made = pytest.param(name == "jobset", id=name, marks=pytest.mark.heavy)
-    return pytest.mark.parametrize("cluster", [made], indirect=True)
+    jobset = pytest.param(name == "jobset", id=name, marks=pytest.mark.heavy)
+    return pytest.mark.parametrize("cluster", [jobset], indirect=True)
 
 
 only_jobs, only_jobsets = of_kind("job"), of_kind("jobset")
@@ -149,9 +149,9 @@ def manifests(job: Job, has_jobsets: bool = False, **options: Any) -> dict[str, 
 
 @pytest.mark.parametrize("how", ENDS)
 def test_an_end_is_named_by_the_state_of_its_pod(how: str) -> None:
-    status, expected, told = ENDS[how]
+    status, expected, message = ENDS[how]
     end = named(state_of(pod(status)), "step 3", 2**30, "harness:1")
-    assert end.status == expected and told in end.reason, end
+    assert end.status == expected and message in end.reason, end
 
 
 @pytest.mark.parametrize("has_jobsets", [False, True])
@@ -161,17 +161,17 @@ def test_the_manifest_is_valid_for_kubernetes(has_jobsets: bool) -> None:
 
     budget = Budget(host_bytes=2**30, device_bytes=2**30, seconds=60)
     job = dataclasses.replace(SHARDED, device="cuda", budget=budget)
-    made = manifests(job, has_jobsets, nodes=2, cpus=4, node_selector="gpu.product=H100")
-    assert made.keys() == ({"JobSet", "ConfigMap"} if has_jobsets else {"Job", "ConfigMap", "Service"})
+    documents = manifests(job, has_jobsets, nodes=2, cpus=4, node_selector="gpu.product=H100")
+    assert documents.keys() == ({"JobSet", "ConfigMap"} if has_jobsets else {"Job", "ConfigMap", "Service"})
     if has_jobsets:  # its own schema is not among them; of its parts the Job is
-        (replicated,) = made.pop("JobSet")["spec"]["replicatedJobs"]
-        made["Job"] = {
+        (replicated,) = documents.pop("JobSet")["spec"]["replicatedJobs"]
+        documents["Job"] = {
             "apiVersion": "batch/v1",
             "kind": "Job",
             "metadata": {"name": "job"},
             **replicated["template"],
         }
-    for document in made.values():
+    for document in documents.values():
         kubernetes_validate.validate(document, "1.31", strict=True)
 
 
@@ -201,14 +201,14 @@ def test_a_pod_has_a_gpu_for_each_device_of_its_job() -> None:
     ],
 )
 def test_pods_meet_at_the_first_ones_name(has_jobsets: bool, nodes: int, address: str) -> None:
-    made = manifests(SHARDED, has_jobsets, nodes=nodes)
+    documents = manifests(SHARDED, has_jobsets, nodes=nodes)
     spec = (
-        made["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        documents["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
         if has_jobsets
-        else made["Job"]["spec"]
+        else documents["Job"]["spec"]
     )
     (container,) = spec["template"]["spec"]["containers"]
-    values = {each["name"]: each.get("value") for each in container["env"]}
+    values = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert (spec["completions"], values["PET_NNODES"], values["PET_MASTER_ADDR"]) == (
         nodes,
         str(nodes),
@@ -218,10 +218,10 @@ def test_pods_meet_at_the_first_ones_name(has_jobsets: bool, nodes: int, address
 
 def test_a_pod_gets_the_harness_and_all_methods(tmp_path: Path) -> None:
     folder = tiny.write_ending(tmp_path, "pass")
-    archive, there = packed((folder,))
-    with tarfile.open(fileobj=io.BytesIO(archive)) as found:
-        names = set(found.getnames())
-    assert there == ["methods-0"] and {"methods-0/ending.py", "harness/models.yaml"} <= names
+    archive, folders = packed((folder,))
+    with tarfile.open(fileobj=io.BytesIO(archive)) as code:
+        names = set(code.getnames())
+    assert folders == ["methods-0"] and {"methods-0/ending.py", "harness/models.yaml"} <= names
     houses = ("harness", "places", "methods")
     code = [path for name in houses for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".cpp")]
     assert code and {f"harness/{path.relative_to(ROOT)}" for path in code} <= names
@@ -252,8 +252,8 @@ def test_torchruns_variables_name_the_nodes_and_not_a_rank() -> None:
 
 
 def test_a_dry_run_prints_manifests_and_needs_no_cluster(tmp_path: Path) -> None:
-    words = ["-m", "fsdp2-offload", "--ranks", "2", *WORDS[2:], "--kubernetes", "nodes=2", "--dry-run"]
-    done = cli.run(*words, "--results", tmp_path, KUBECONFIG=str(tmp_path / "none"))
+    call = ["-m", "fsdp2-offload", "--ranks", "2", *WORDS[2:], "--kubernetes", "nodes=2", "--dry-run"]
+    done = cli.run(*call, "--results", tmp_path, KUBECONFIG=str(tmp_path / "none"))
     assert done.returncode == 0, done.stderr
     job, files, service = yaml.safe_load_all(done.stdout)
     assert [document["kind"] for document in (job, files, service)] == ["Job", "ConfigMap", "Service"]
@@ -265,7 +265,7 @@ def test_a_dry_run_prints_manifests_and_needs_no_cluster(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "message"),
     [
         (["--dry-run"], "--dry-run: expected --on kubernetes"),
         (["--kubernetes", "nodes=2"], "--kubernetes needs --on kubernetes"),
@@ -273,9 +273,9 @@ def test_a_dry_run_prints_manifests_and_needs_no_cluster(tmp_path: Path) -> None
         (["--on", "kubernetes", "--kubernetes", "image=a b"], "image: expected a name, number or path"),
     ],
 )
-def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, words: list[str], told: str) -> None:
-    done = cli.run(*tiny.WORDS, *words, "--results", tmp_path)
-    assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, options: list[str], message: str) -> None:
+    done = cli.run(*tiny.WORDS, *options, "--results", tmp_path)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_log_goes_on_after_its_last_line_where_a_connection_broke() -> None:
@@ -304,12 +304,12 @@ def test_a_log_goes_on_after_its_last_line_where_a_connection_broke() -> None:
 @pytest.mark.parametrize("how", ENDS)
 @only_jobs
 def test_a_job_ends_as_its_pod_did_and_is_deleted(cluster: LoopbackCluster, tmp_path: Path, how: str) -> None:
-    status, expected, told = ENDS[how]
+    status, expected, message = ENDS[how]
     has_log = "containerStatuses" in status
     cluster.planted[0] = status, STARTED if has_log else []
     (path,) = place(wait=0).launch([(ONE, "key")], tmp_path, (), lambda event: None)
     record = Record.read(path)
-    assert record.status == expected and told in record.reason, record.reason
+    assert record.status == expected and message in record.reason, record.reason
     assert record.losses == ([4.5] if has_log else []) and record.machine["nodes"] == "node-0"
     assert record.evidence["kubernetes"][0]["phase"] == status["phase"]
     assert cluster.left() == []
@@ -369,8 +369,8 @@ def test_what_kubernetes_refuses_is_one_line_and_leaves_nothing(
 @only_jobs
 def test_a_cluster_that_does_not_answer_is_unavailable(cluster: LoopbackCluster, tmp_path: Path) -> None:
     config = tmp_path / "kubeconfig"
-    there = (tmp_path / "cluster" / "kubeconfig").read_text()
-    config.write_text(there.replace(str(cluster.server.url).rstrip("/"), "http://127.0.0.1:1"))
+    kubeconfig = (tmp_path / "cluster" / "kubeconfig").read_text()
+    config.write_text(kubeconfig.replace(str(cluster.server.url).rstrip("/"), "http://127.0.0.1:1"))
     for file in (config, tmp_path / "none"):
         done = cli.run(*WORDS, "--results", tmp_path / "results", KUBECONFIG=str(file))
         assert done.returncode == 7 and "no Kubernetes answers" in done.stderr, done.stderr
@@ -401,15 +401,15 @@ def test_states_on_the_disk_may_lie_in_a_pods_own_folder() -> None:
 @only_jobs
 def test_two_ranks_in_two_pods_train_as_the_reference_does(cluster: LoopbackCluster, tmp_path: Path) -> None:
     """torchrun starts each pod's part, by the code that was sent."""
-    told: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     results = tmp_path / "results"
     results.mkdir()
-    (record,) = Sweep(results, (), told.append, place=place(nodes=2)).run([resolve(SHARDED)])
+    (record,) = Sweep(results, (), events.append, place=place(nodes=2)).run([resolve(SHARDED)])
     assert record.gate.verdict == "tolerance", record.gate.text or record.reason
     assert record.machine["nodes"] == "node-0,node-1" and [
         rank["node"] for rank in record.machine["ranks"]
     ] == [0, 1]
-    assert {event["step"] for event in told if event["event"] == "step"} == set(range(1, 9))
+    assert {event["step"] for event in events if event["event"] == "step"} == set(range(1, 9))
     assert record.software["source"] == method.source_hash("fsdp2-offload")
     (log,) = results.glob("log_fsdp2-offload*.txt")
     assert log.read_text().splitlines()[-1].startswith("end")
@@ -424,7 +424,7 @@ def test_an_interrupt_deletes_the_job_and_keeps_what_was_measured(
     run = cli.start(*WORDS, "--steps", "30000", "--results", results, stdout=subprocess.PIPE)
     cli.wait_for_steps(results)
     run.send_signal(signal.SIGINT)
-    told, _ = run.communicate()
-    assert run.returncode == 130 and "pods under Kubernetes: 1 running" in told
+    output, _ = run.communicate()
+    assert run.returncode == 130 and "pods under Kubernetes: 1 running" in output
     (record,) = read_all(results)[0].values()
     assert record.status == "interrupted" and record.losses and cluster.left() == []

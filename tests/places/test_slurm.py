@@ -75,18 +75,19 @@ def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result
         jobs.append(Job("ending", TINY, {"how": how}, budget, steps=3, warmup=1))
     records = Sweep(tmp_path, folders, place=place).run([resolve(job, folders) for job in jobs])
     assert [record.status for record in records[:2]] == ["ok"] * 2
-    found = {record.job.options["how"]: record for record in records[2:]}
-    told = {
-        how: (record.status, record.evidence.get("slurm", {}).get("state")) for how, record in found.items()
+    records_by_end = {record.job.options["how"]: record for record in records[2:]}
+    ends = {
+        how: (record.status, record.evidence.get("slurm", {}).get("state"))
+        for how, record in records_by_end.items()
     }
-    assert told["memory"][0] == "oom-host" and found["memory"].evidence["oom_kills"], told["memory"]
-    assert told["times out"] == ("timeout", "COMPLETED"), told
-    assert told["killed"][0] == "killed" and told["cancelled"] == ("interrupted", "CANCELLED"), told
+    assert ends["memory"][0] == "oom-host" and records_by_end["memory"].evidence["oom_kills"], ends["memory"]
+    assert ends["times out"] == ("timeout", "COMPLETED"), ends
+    assert ends["killed"][0] == "killed" and ends["cancelled"] == ("interrupted", "CANCELLED"), ends
     assert {record.machine["nodes"] for record in records} == {"n1", "n2"}
-    there, complaints = read_all(tmp_path)
-    assert complaints == [] and len(there) == 6  # references are among them
-    before = set(there)
-    assert not any(found[how].is_lasting for how in found)
+    records, complaints = read_all(tmp_path)
+    assert complaints == [] and len(records) == 6  # references are among them
+    before = set(records)
+    assert not any(records_by_end[how].is_lasting for how in records_by_end)
     repeated = [job for job in jobs if job.options.get("how") in (None, "killed", "cancelled")]
     again = Sweep(tmp_path, folders, place=place).run([resolve(job, folders) for job in repeated])
     ran = [record.job.options["how"] for path, record in read_all(tmp_path)[0].items() if path not in before]
@@ -97,18 +98,18 @@ def test_six_jobs_have_six_records_and_the_same_call_runs_those_without_a_result
 
 def test_the_same_job_here_and_on_a_node_trains_to_the_same_bits(place: Slurm, tmp_path: Path) -> None:
     job = resolve(Job("resident", TINY, steps=6, warmup=2))[0]
-    (here,) = Sweep(tmp_path).run([resolve(job)])
-    (there,) = Sweep(tmp_path, place=place).run([resolve(job)])
-    assert there.key != here.key and there.machine["on"] == "slurm"
+    (on_host,) = Sweep(tmp_path).run([resolve(job)])
+    (in_cluster,) = Sweep(tmp_path, place=place).run([resolve(job)])
+    assert in_cluster.key != on_host.key and in_cluster.machine["on"] == "slurm"
     provenance = {"key", "machine", "software", "started", "gate", "step_seconds", "phase_seconds", "peaks"}
     same = [field.name for field in dataclasses.fields(Record) if field.name not in provenance]
-    assert [getattr(here, name) for name in same] == [getattr(there, name) for name in same]
-    assert there.gate.verdict == here.gate.verdict == "exact"
+    assert [getattr(on_host, name) for name in same] == [getattr(in_cluster, name) for name in same]
+    assert in_cluster.gate.verdict == on_host.gate.verdict == "exact"
 
 
 def test_an_interrupt_cancels_what_was_submitted(place: Slurm, tmp_path: Path) -> None:
-    words = [*WORDS, *write_endless(tmp_path), "--results", str(tmp_path)]
-    run = cli.start(*words)
+    call = [*WORDS, *write_endless(tmp_path), "--results", str(tmp_path)]
+    run = cli.start(*call)
     cli.wait_for_steps(tmp_path)
     run.send_signal(signal.SIGINT)
     assert run.wait() == 130
@@ -135,16 +136,16 @@ def test_a_pipelines_ranks_on_two_nodes_train_as_the_reference_does_and_go_on_fr
     place: Slurm, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"
-    words = ["-m", "varuna", "--ranks", "4", *tiny.SIZES, "--on", "slurm", "--slurm", "nodes=2"]
-    words += ["--option", "num_stages=2", "--results", str(tmp_path / "results")]
+    call = ["-m", "varuna", "--ranks", "4", *tiny.SIZES, "--on", "slurm", "--slurm", "nodes=2"]
+    call += ["--option", "num_stages=2", "--results", str(tmp_path / "results")]
     first = cli.run(
-        *words, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4"
+        *call, "--steps", "4", "--option", f"checkpoint={folder}", "--option", "checkpoint_every=4"
     )
     assert first.returncode == 0 and "gate passed (tolerance)" in first.stdout, first.stderr + first.stdout
-    done = cli.run(*words, "--steps", "8", "--resume", folder)
+    done = cli.run(*call, "--steps", "8", "--resume", folder)
     assert done.returncode == 0 and "gate passed (tolerance)" in done.stdout, done.stderr + done.stdout
     record = next(
-        each for each in read_all(tmp_path / "results")[0].values() if each.job.options.get("resume")
+        record for record in read_all(tmp_path / "results")[0].values() if record.job.options.get("resume")
     )
     assert record.schedule["resumed_steps"] == 4 and record.machine["nodes"] == "n[1-2]"
 
@@ -153,7 +154,7 @@ def test_a_launched_job_that_slurm_takes_away_goes_on_where_it_was(place: Slurm,
     """By the script of docs/pipelines.md, on two nodes: no step is lost, none is done twice."""
     num_steps, folder = 40, tmp_path / "job"
     (tmp_path / "pace").write_text("0.2")
-    words = [
+    command = [
         sys.executable,
         "-m",
         "methods.varuna.run",
@@ -162,19 +163,19 @@ def test_a_launched_job_that_slurm_takes_away_goes_on_where_it_was(place: Slurm,
         "--folder",
         folder,
     ]
-    words += ["--batch-size", 4, "--nstages", 2, "--chunk-size", 2, ROOT / "cases" / "_paced_gpt.py"]
-    words += ["--steps", num_steps, "--blocks", 2, "--width", 32, "--tokens", 16]
+    command += ["--batch-size", 4, "--nstages", 2, "--chunk-size", 2, ROOT / "cases" / "_paced_gpt.py"]
+    command += ["--steps", num_steps, "--blocks", 2, "--width", 32, "--tokens", 16]
     (tmp_path / "script").write_text(
         f"#!/bin/bash\n#SBATCH --requeue --nodes=2 --partition=tests --output={tmp_path}/output --open-mode=append\n"
         f'scontrol show hostnames "$SLURM_JOB_NODELIST" > {tmp_path}/list\n'
-        f"export PACE_FILE={tmp_path}/pace OMP_NUM_THREADS=1\nexec {shlex.join(map(str, words))}\n"
+        f"export PACE_FILE={tmp_path}/pace OMP_NUM_THREADS=1\nexec {shlex.join(map(str, command))}\n"
     )
-    found = subprocess.run(
+    submitted = subprocess.run(
         ["sbatch", "--parsable", tmp_path / "script"], capture_output=True, text=True, check=True
     )
 
     until(lambda: len(read_lines(folder / "steps.jsonl")) >= 5)
-    subprocess.run(["scontrol", "requeue", found.stdout.strip()], check=True)
+    subprocess.run(["scontrol", "requeue", submitted.stdout.strip()], check=True)
     until(lambda: any(line["event"] == "interrupted" for line in read_lines(folder / "events.jsonl")))
     (tmp_path / "pace").write_text("0")
     until(
@@ -182,7 +183,12 @@ def test_a_launched_job_that_slurm_takes_away_goes_on_where_it_was(place: Slurm,
             subprocess.run(["squeue", "-h", "-o", "%T"], capture_output=True, text=True).stdout == "PENDING\n"
         )
     )
-    at_once = ["scontrol", "update", f"JobId={found.stdout.strip()}", "StartTime=now"]  # else in two minutes
+    at_once = [
+        "scontrol",
+        "update",
+        f"JobId={submitted.stdout.strip()}",
+        "StartTime=now",
+    ]  # else in two minutes
     subprocess.run(at_once, check=True)
     until(lambda: any(line["event"] == "done" for line in read_lines(folder / "events.jsonl")))
     steps, events = read_lines(folder / "steps.jsonl"), read_lines(folder / "events.jsonl")
@@ -247,12 +253,12 @@ def test_a_slurm_without_containers_says_so_in_one_line(place: Slurm, tmp_path: 
 
 def test_a_cluster_leaves_nothing_behind(tmp_path: Path) -> None:
     with cluster(tmp_path) as configuration:
-        words, environment = (
+        command, environment = (
             ["srun", "printenv", "SLURM_JOB_ID"],
             {**os.environ, "SLURM_CONF": str(configuration)},
         )
         number = subprocess.run(
-            words, env=environment, capture_output=True, text=True, check=True
+            command, env=environment, capture_output=True, text=True, check=True
         ).stdout.strip()
         assert len(still_running(str(tmp_path))) == 4  # munge, the controller, two nodes
     assert still_running(str(tmp_path)) == []

@@ -48,14 +48,14 @@ def test_without_torchrun_one_line_says_how(tmp_path: Path) -> None:
 
 
 def test_nodes_meet_in_their_order_and_a_stranger_is_none() -> None:
-    port, found = free_ports(1)[0], list[Peer]()
-    meeting = threading.Thread(target=lambda: found.extend(accepted("127.0.0.1", port, 2)))
+    port, peers = free_ports(1)[0], list[Peer]()
+    meeting = threading.Thread(target=lambda: peers.extend(accepted("127.0.0.1", port, 2)))
     meeting.start()
     peers = [connected("127.0.0.1", port) for _ in range(3)]
     for peer, node in zip(peers, (7, 2, 1), strict=True):
         peer.tell({"node": node, "host": f"host-{node}"})
     meeting.join()
-    assert [peer.host for peer in found] == ["host-1", "host-2"]
+    assert [peer.host for peer in peers] == ["host-1", "host-2"]
     assert peers[0].hear() == {}  # its connection was closed
 
 
@@ -64,8 +64,8 @@ def test_a_node_with_other_sources_refuses_the_order() -> None:
     node = threading.Thread(target=follow, args=(other, 1, ()))
     node.start()
     assert first.hear()["node"] == 1
-    asked = OrderedJob(SPREAD, "key", Path("log")).order(())
-    first.tell({"order": asked, "num_nodes": 2, "source": "other"})
+    order = OrderedJob(SPREAD, "key", Path("log")).order(())
+    first.tell({"order": order, "num_nodes": 2, "source": "other"})
     assert "its sources differ" in first.hear()["refused"]
     first.tell({"begin": False})
     first.tell({})
@@ -76,7 +76,7 @@ def test_a_node_with_other_sources_refuses_the_order() -> None:
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Torchrun, socket.socket]]:
     """The first node, whose ranks train until SIGINT, and the connection to it that the other node holds."""
 
-    def train(asked: dict[str, Any], report: Any) -> None:
+    def train(order: dict[str, Any], report: Any) -> None:
         while True:
             time.sleep(0.01)
 
@@ -125,26 +125,26 @@ def test_a_node_that_is_gone_ends_the_job_and_is_named(
 def test_an_interrupt_at_the_first_node_ends_the_job_on_the_others(
     pair: tuple[Torchrun, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(asked: dict[str, Any], report: Any) -> None:
+    def interrupted(order: dict[str, Any], report: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(torchrun, "perform", interrupted)
     place, other = pair
-    peer, told = Peer(other), list[dict[str, Any]]()
+    peer, messages = Peer(other), list[dict[str, Any]]()
 
     def run() -> None:
-        told.append(peer.hear())
+        messages.append(peer.hear())
         peer.tell({"refused": ""})
-        told.append(peer.hear())
-        told.append(peer.hear())
-        peer.tell(told[2])
+        messages.append(peer.hear())
+        messages.append(peer.hear())
+        peer.tell(messages[2])
 
     node = threading.Thread(target=run, daemon=True)
     node.start()
     with pytest.raises(KeyboardInterrupt):
         launched(place, tmp_path)
     node.join()
-    assert told[1] == {"begin": True} and told[2]["status"] == "interrupted"
+    assert messages[1] == {"begin": True} and messages[2]["status"] == "interrupted"
     (record,) = read_all(tmp_path)[0].values()
     assert record.status == "interrupted" and record.machine["on"] == "torchrun"
 
@@ -161,21 +161,21 @@ def test_the_example_for_skypilot_trains_as_the_reference_does(tmp_path: Path) -
     running = []
     for node in range(2):
         (tmp_path / str(node)).mkdir()
-        own = {name: str(tmp_path / str(node)) for name in ("TMPDIR", "HARNESS_LOCKS")}
+        folders = {name: str(tmp_path / str(node)) for name in ("TMPDIR", "HARNESS_LOCKS")}
         sky = {
             "SKYPILOT_NUM_NODES": "2",
             "SKYPILOT_NODE_RANK": str(node),
             "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
         }
-        words = ["bash", "-c", script]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **own, **sky}
+        command = ["bash", "-c", script]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", **folders, **sky}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        running.append(subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **streams))
-    told = [process.communicate()[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    assert "gate passed (tolerance)" in told[0], told
+        running.append(subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams))
+    outputs = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert "gate passed (tolerance)" in outputs[0], outputs
     # torchrun itself may tell that the first node's store is gone
-    assert "fsdp2-offload" not in told[1], told
+    assert "fsdp2-offload" not in outputs[1], outputs
     records = read_all(tmp_path / "results")[0].values()
-    (record,) = (each for each in records if each.job.method == "fsdp2-offload")
+    (record,) = (record for record in records if record.job.method == "fsdp2-offload")
     assert record.machine["on"] == "torchrun" and [rank["node"] for rank in record.machine["ranks"]] == [0, 1]

@@ -279,18 +279,20 @@ def test_a_key_that_changed_while_the_run_went_on_is_on_record(after: str, chang
 def test_source_that_is_another_after_the_run_is_on_record(
     tmp_path: Path, text: str, changed: list[str] | None
 ) -> None:
-    own = tmp_path.resolve() / "own.py"
-    own.write_text("A = 1")
-    executed = [Executed(str(own), own.stat().st_mtime_ns)]
-    before = Listed.of(own)
-    own.write_text(text)
-    assert code_facts(before, executed, lambda: Listed.of(own)).get("changed") == changed
+    file = tmp_path.resolve() / "own.py"
+    file.write_text("A = 1")
+    executed = [Executed(str(file), file.stat().st_mtime_ns)]
+    before = Listed.of(file)
+    file.write_text(text)
+    assert code_facts(before, executed, lambda: Listed.of(file)).get("changed") == changed
 
 
 def test_a_run_whose_notes_are_gone_executed_what_nobody_knows(tmp_path: Path) -> None:
-    own = tmp_path.resolve() / "own.py"
-    own.write_text("A = 1")
-    assert code_facts(Listed.of(own), [], lambda: Listed.of(own))["unlisted"] == ["code that it did not note"]
+    file = tmp_path.resolve() / "own.py"
+    file.write_text("A = 1")
+    assert code_facts(Listed.of(file), [], lambda: Listed.of(file))["unlisted"] == [
+        "code that it did not note"
+    ]
 
 
 @pytest.mark.heavy
@@ -489,8 +491,8 @@ def test_an_event_whose_report_fails_costs_no_other() -> None:
 
 def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp_path: Path) -> None:
     folder = write_compiling(tmp_path, COMPILER.format(folder=tmp_path))
-    words = ["-m", "compiling", *tiny.WORDS[2:], "--methods", str(folder), "--results", str(tmp_path)]
-    call = cli.start(*words, stderr=subprocess.DEVNULL)
+    command = ["-m", "compiling", *tiny.WORDS[2:], "--methods", str(folder), "--results", str(tmp_path)]
+    call = cli.start(*command, stderr=subprocess.DEVNULL)
     compiler = until(lambda: (file := tmp_path / "pid").exists() and psutil.Process(int(file.read_text())))
     call.send_signal(signal.SIGTERM)
     assert call.wait() == 130
@@ -498,8 +500,8 @@ def test_a_call_that_is_ended_while_something_is_compiled_leaves_no_compiler(tmp
 
 
 def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path) -> None:
-    words = [*tiny.WORDS, "--results", tmp_path]
-    run = cli.start(*words, *write_endless(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [*tiny.WORDS, "--results", tmp_path]
+    run = cli.start(*command, *write_endless(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         cli.wait_for_steps(tmp_path)
         run.send_signal(signal.SIGINT)
@@ -508,7 +510,7 @@ def test_an_interrupted_run_ends_in_130_and_the_same_call_goes_on(tmp_path: Path
         run.kill()
     assert run.returncode == 130 and len(errors.strip().splitlines()) == 1, errors
     assert [record.status for record in read_all(tmp_path)[0].values()] == ["interrupted"]
-    assert cli.run(*words, "--steps", 3).returncode == 0
+    assert cli.run(*command, "--steps", 3).returncode == 0
 
 
 @pytest.mark.shows("records survive a kill")
@@ -546,7 +548,7 @@ def kill_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "expected"),
+    ("device", "setting", "expected"),
     [
         ("cuda", "", "expandable_segments:True"),
         ("cuda", "max_split_size_mb:64", "max_split_size_mb:64"),
@@ -554,28 +556,28 @@ def kill_workers() -> None:
     ],
 )
 def test_the_allocator_of_a_gpu_grows_its_segments_unless_it_is_set_otherwise(
-    monkeypatch: pytest.MonkeyPatch, device: str, given: str, expected: str | None
+    monkeypatch: pytest.MonkeyPatch, device: str, setting: str, expected: str | None
 ) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    if given:
-        monkeypatch.setenv("PYTORCH_ALLOC_CONF", given)
+    if setting:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
     assert environment(Job("resident", TINY, device=device)).get("PYTORCH_ALLOC_CONF") == expected
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+@pytest.mark.parametrize(("setting", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
 def test_the_first_gpu_of_a_job_and_of_a_calibration_is_nvmls_first_unless_the_caller_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, expected: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: str | None, expected: str
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    if given:
-        monkeypatch.setenv("CUDA_DEVICE_ORDER", given)
+    if setting:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", setting)
     (tmp_path / "tells_order.py").write_text(
         'import json, os; print(json.dumps(os.environ["CUDA_DEVICE_ORDER"]))'
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    told = environment(Job("resident", TINY, device="cuda"))["CUDA_DEVICE_ORDER"], ask("tells_order", None)
-    assert told == (expected, expected)
+    values = environment(Job("resident", TINY, device="cuda"))["CUDA_DEVICE_ORDER"], ask("tells_order", None)
+    assert values == (expected, expected)
 
 
 def test_small_layers_are_computed_by_one_thread_in_any_batch_unless_the_caller_says_otherwise(
@@ -583,11 +585,11 @@ def test_small_layers_are_computed_by_one_thread_in_any_batch_unless_the_caller_
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     small = Workload(num_layers=4, hidden_size=128, seq_len=64)  # 64 x 24 x 128**2 FLOPs of a sample: 25 M
-    told = [
+    values = [
         environment(Job("resident", replace(small, batch_size=batch))).get("OMP_NUM_THREADS")
         for batch in (2, 64)
     ]
-    assert told == ["1", "1"]
+    assert values == ["1", "1"]
     assert "OMP_NUM_THREADS" not in environment(Job("resident", Workload()))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert environment(Job("resident", small))["OMP_NUM_THREADS"] == "2"

@@ -91,14 +91,14 @@ def interrupt() -> None:
 
 def holders(folder: Path) -> list[psutil.Process]:
     """The processes that hold a file of this folder open, as a call, its agent and its ranks do their log."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if any(file.path.startswith(f"{folder}/") for file in process.open_files()):
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def training_ranks(folder: Path) -> dict[int, psutil.Process]:
@@ -267,7 +267,7 @@ def test_a_host_must_hold_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words_", "told"),
+    ("words_", "message"),
     [
         ("-m fsdp2-offload --ranks 3", "a batch of 2 samples splits over 1, 2 ranks, not over 3"),
         ("-m resident --ranks 2", "--ranks does not apply to resident: leave it out, or try -m deepspeed"),
@@ -275,7 +275,7 @@ def test_a_host_must_hold_all_ranks() -> None:
         ("-m fsdp2-offload --ranks 2 --device sim", "--ranks: expected 1 on sim"),
     ],
 )
-def test_ranks_that_cannot_be_are_one_line(words_: str, told: str, tmp_path: Path) -> None:
+def test_ranks_that_cannot_be_are_one_line(words_: str, message: str, tmp_path: Path) -> None:
     done = cli.run(*words_.split(), *"-l 2 -h 32 -b 2 --heads 2 --seq 16 --results".split(), tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and told in done.stderr, done.stderr
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and message in done.stderr, done.stderr
     assert os.listdir(tmp_path) == []

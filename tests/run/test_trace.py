@@ -93,11 +93,11 @@ def test_spans_of_one_stream_or_thread_never_overlap(traced: tuple[Path, Record]
 
 def test_the_steps_are_those_of_the_record(traced: tuple[Path, Record]) -> None:
     path, record = traced
-    found = read(path).steps
-    assert [step.work for step in found] == [
+    steps = read(path).steps
+    assert [step.work for step in steps] == [
         f"step {number}" for number in range(NUM_STEPS - STEPS + 1, NUM_STEPS + 1)
     ]
-    assert [step.end - step.start for step in found] == pytest.approx(record.step_seconds[-STEPS:], abs=1e-5)
+    assert [step.end - step.start for step in steps] == pytest.approx(record.step_seconds[-STEPS:], abs=1e-5)
     assert record.job.trace == str(path)
 
 
@@ -122,7 +122,10 @@ def test_a_traced_job_has_the_key_and_the_losses_of_one_that_is_not(tmp_path: Pa
     other = resolve(Job("stronghold", WORKLOAD, steps=3, warmup=1, trace=str(tmp_path / "trace.json")))[0]
     assert job.key() == other.key() and "trace" not in job.to_dict()
     events: list[dict] = []
-    records = [Sweep(tmp_path, report=events.append).run([resolve(each)])[0] for each in (job, other, other)]
+    records = [
+        Sweep(tmp_path, report=events.append).run([resolve(traced_job)])[0]
+        for traced_job in (job, other, other)
+    ]
     assert len({tuple(record.losses) for record in records}) == 1
     # The first, its reference, and the second, which has a trace then.
     assert [event["event"] for event in events].count("start") == 3
@@ -143,16 +146,18 @@ def test_host_memory_is_told_of_whenever_its_taking_has_taken_twice_as_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And once more where all is taken; in the lines that people read with its rate."""
-    told: list[dict] = []
+    events: list[dict] = []
     monkeypatch.setattr(trace, "FIRST_SECONDS", 0.0)
-    taking = Taking("cpu", told.append)
+    taking = Taking("cpu", events.append)
     with Device("cpu") as device:
         device.room(1000, torch.float32, host=True)
         taking.next_seconds = 1000.0
         device.room(500, torch.float32, host=True)
         taking.end()
         device.room(500, torch.float32, host=True)
-    assert [event["bytes"] for event in told] == [4000, 6000] and told[0]["seconds"] < told[1]["seconds"]
+    assert [event["bytes"] for event in events] == [4000, 6000] and events[0]["seconds"] < events[1][
+        "seconds"
+    ]
     lines: list[str] = []
     _Lines(lines.append).report({"event": "memory", "bytes": 3 * 2**30, "seconds": 2.0})
     assert lines == ["  host memory: 3.0 GiB of 0 bytes taken, 1.5 GiB/s"]
@@ -182,9 +187,9 @@ def test_virtual_spans_are_in_order_too(virtual: VirtualRun) -> None:
 
 def test_a_virtual_trace_says_so_and_is_read_as_it_was_written(virtual: VirtualRun, tmp_path: Path) -> None:
     write(virtual.timeline({"title": "by hand"}), tmp_path / "trace.json")
-    found = read(tmp_path / "trace.json")
-    assert found.about == {"title": "by hand", "clock": "virtual"}
-    assert len(found.spans) == len(virtual.spans) and [step.work for step in found.steps] == [
+    timeline = read(tmp_path / "trace.json")
+    assert timeline.about == {"title": "by hand", "clock": "virtual"}
+    assert len(timeline.spans) == len(virtual.spans) and [step.work for step in timeline.steps] == [
         "step 1",
         "step 2",
         "step 3",
@@ -267,8 +272,8 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
     assert [(row["clock"], row["step"]) for row in rows] == [("sim", "step 1"), ("virtual", "step 2")]
     names = ("step_seconds", "compute_seconds", "copies_hidden_seconds", "copies_exposed_seconds")
     assert [float(rows[0][name]) for name in names] == pytest.approx([1.0, 0.4, 0.1, 0.2])
-    made = overlap.figure(overlap.shown(DEMO.name, tmp_path, [record]), "")
-    titles = [axes.get_title(loc="left") for axes in made.axes[::2]]
+    figure = overlap.figure(overlap.shown(DEMO.name, tmp_path, [record]), "")
+    titles = [axes.get_title(loc="left") for axes in figure.axes[::2]]
     assert titles[0].startswith("measured: stronghold, 4 layers, W4") and titles[1].startswith(
         "virtual, nothing measured"
     )
