@@ -86,7 +86,8 @@ class Counted:
 
 
 class Run:
-    """Trains one job and holds the measurements. If the training fails, the measurements so far remain."""
+    """Trains one job by its phases (data, build, steps, drain, inspect), and holds the measurements. If the training
+    fails, the measurements so far remain."""
 
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
@@ -110,16 +111,16 @@ class Run:
         if not phase.startswith("step"):
             self.emit({"event": "phase", "phase": phase})
 
-    def train(self, method: Method) -> None:
-        """Go through the phases of a run: data, build, steps, drain, inspect. A step's time is the time between two
-        marks of the clock. Each mark ends a step and begins the next step, so no time of training is left out."""
+    def build(self, method: Method) -> Any:
+        """Make the batches, and return the method's training, a generator of steps."""
         import torch
 
         from harness.core import data
-        from harness.gate.inspect_training import inspect
+        from harness.gate import inspect_training
         from harness.run.trace import Taking, Trace
 
         job, self.dialect, bytes_before = self.job, method.log_dialect, process_memory.process_bytes()
+        self.inspect_training = inspect_training
         tf32.check(job.device, job.workload.dtype)
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
@@ -136,17 +137,7 @@ class Run:
             raise TypeError(
                 f"expected train() to yield a Step for each batch, got {type(training).__name__} from it"
             )
-        try:
-            trained = self._drive(training)
-        finally:
-            training.close()
-        self._conclude(trained)
-        self.enter("inspect")
-        self.measured["tensors"] = inspect(self._saved(trained.tensors), job)
-        self.measured["others"] = [
-            _results(other) | {"tensors": inspect(other.tensors, job)} for other in trained.others
-        ]
-        self.enter("done")
+        return training
 
     def _feed(self, batches: Iterable[tuple[Any, Any]], bytes_before: dict[str, int]) -> Iterator[Any]:
         """Yield the batches. The clock starts at the first batch, when the method has built its model. `bytes_before`:
@@ -166,31 +157,20 @@ class Run:
         budgets.check_taken(self.job, bytes_before)
         budgets.lift(self.job)  # the inspection may take memory beyond the budget
 
-    def _drive(self, training: Any) -> Trained:
-        from harness.gate.inspect_training import Kernels
-
+    def drive(self, training: Any) -> Trained:
+        """Train all steps. A step's time is the time between two marks of the clock. Each mark ends a step and begins
+        the next step, so no time of training is left out."""
         try:
             while True:
                 # Noting kernels slows a step. So kernels are noted in the second step, if it is warm-up, and not in the
                 # first step, whose time is reported to the user.
                 if len(self.clock.marks) == 2 <= self.job.warmup:
-                    with Kernels() as kernels:
+                    with self.inspect_training.Kernels() as kernels:
                         step: Step = next(training)
                     self.measured["kernels"] = sorted(kernels.names)
                 else:
                     step = next(training)
-                if len(self.clock.marks) > self._num_taken:
-                    raise ValueError(
-                        f"expected one Step for each batch, got another after batch {self._num_taken}"
-                    )
-                if len(self.clock.marks) == 1 and (wrong := trains_alone(self.job)):
-                    raise ValueError(wrong)
-                for scalar in (step.loss, step.grad_norm):
-                    # another type might compute only when its value is read, after the step has ended
-                    if scalar is not None and type(scalar) is not self.clock.torch.Tensor:
-                        raise TypeError(
-                            f"expected a torch.Tensor as a step's loss or norm, got {type(scalar).__name__}"
-                        )
+                self._check(step)
                 self._ahead.add(self._num_taken - len(self.clock.marks))
                 self._waiting.append(
                     step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm))
@@ -201,8 +181,23 @@ class Run:
                 self._collect(wait=False)
         except StopIteration as end:
             return end.value or Trained([])
+        finally:
+            training.close()
 
-    def _conclude(self, trained: Trained) -> None:
+    def _check(self, step: Step) -> None:
+        """Raise an error if this is no step of the next batch, or if its results may not yet be computed."""
+        if len(self.clock.marks) > self._num_taken:
+            raise ValueError(f"expected one Step for each batch, got another after batch {self._num_taken}")
+        if len(self.clock.marks) == 1 and (wrong := trains_alone(self.job)):
+            raise ValueError(wrong)
+        for scalar in (step.loss, step.grad_norm):
+            # another type might compute only when its value is read, after the step has ended
+            if scalar is not None and type(scalar) is not self.clock.torch.Tensor:
+                raise TypeError(
+                    f"expected a torch.Tensor as a step's loss or norm, got {type(scalar).__name__}"
+                )
+
+    def conclude(self, trained: Trained) -> None:
         """Measure what is known once all steps are done, before the inspection takes memory. Raises ValueError if
         something falsifies the method's throughput."""
         self.clock.synchronize()
@@ -216,6 +211,16 @@ class Run:
         self.measured |= memory_of_training(self.job.device)
         peaks = self.measured["peaks"]
         peaks |= {name: max(size, peaks.get(name, 0)) for name, size in trained.peaks.items()}
+
+    def inspect(self, trained: Trained) -> None:
+        """Measure how training changed each tensor, and save the tensors, if the job asks for this."""
+        self.enter("inspect")
+        inspect = self.inspect_training.inspect
+        self.measured["tensors"] = inspect(self._saved(trained.tensors), self.job)
+        self.measured["others"] = [
+            _results(other) | {"tensors": inspect(other.tensors, self.job)} for other in trained.others
+        ]
+        self.enter("done")
 
     def _saved(self, tensors: Iterable[TensorState]) -> Iterable[TensorState]:
         """Return the trained tensors, which are saved as they pass, if the job asks for this."""
@@ -275,15 +280,15 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         enforced = budgets.enforce(job)
         plan = method.plan(job.workload, room_within(job.budget, job.device, job.workload))
         run.measured["predicted"] = _predicted(plan)
-        run.train(method.settled(plan))
+        trained = run.drive(run.build(method.settled(plan)))
+        run.conclude(trained)
+        run.inspect(trained)
     except KeyboardInterrupt:
         end = failures.of_stop(failures.End(run.phase, stopped="interrupt"))
     except Exception as error:
         folder = Path(inspect.getfile(type(method))).parent
         end = failures.of_exception(error, run.phase, budgets.lift(job), folder)
-        evidence = {"error": type(error).__name__, "traceback": traceback.format_exc()}
-        with contextlib.suppress(OSError):  # the disk of the log may be full
-            print(evidence["traceback"], flush=True)
+        evidence = _printed(error)
     _ignore_signals()
     gc.collect()
     if "peaks" not in run.measured:
@@ -304,6 +309,14 @@ def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
         **run.measured,
     )
     return _readable(record)
+
+
+def _printed(error: Exception) -> dict[str, str]:
+    """Print the error's traceback, and return it for the record's evidence."""
+    text = traceback.format_exc()
+    with contextlib.suppress(OSError):  # the disk of the log may be full
+        print(text, flush=True)
+    return {"error": type(error).__name__, "traceback": text}
 
 
 def _ignore_signals() -> None:
