@@ -92,7 +92,7 @@ def test_what_is_no_record_is_named_and_left_out(tmp_path: Path, text: str) -> N
 
 
 @pytest.mark.parametrize(
-    "told, complaint",
+    "changes, complaint",
     [
         ({"step_seconds": [1.0] * 110}, "expected at most 4 step_seconds, got 110"),
         ({"step_seconds": [1.0, 0.0]}, "expected step_seconds from 1e-09 and finite, got 0.0"),
