@@ -15,10 +15,11 @@ update is part of its backward unit, as in the paper.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import tee
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.core.job import Plan, Room, Workload, several
 from harness.core.method import Method, Step, Trained, Training, largest_depth
@@ -28,6 +29,11 @@ from harness.plan.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards
 from methods.sharding.scheduler import key_of
 from methods.shared.memory_needs import describe, one_micro_batch, page_locked, saved_boundaries
+
+if TYPE_CHECKING:
+    from harness.devices.streams import Device
+    from methods.sharding.shard import Shard
+    from methods.sharding.task import Task, TaskSettings
 
 ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that a scalar takes on a device; number of scalars beside the norms
 MOST_TURNS = 2000  # a record keeps at most this many units of the timeline, the latest ones
@@ -131,73 +137,21 @@ class Hydra(Method):
         return row | ({"recompute": "none: activations on the host"} if self.intermediates == "saved" else {})
 
     def train(self, workload: Workload, batches, device: str) -> Training:
-        import torch
-
         from harness.devices.streams import Device
         from methods.sharding import gpt
-        from methods.sharding.device_process import Here, largest_peaks, start_processes
-        from methods.sharding.device_worker import Worker
+        from methods.sharding.device_process import largest_peaks
         from methods.sharding.dispatch import Dispatcher
-        from methods.sharding.rehearsal import rehearse
-        from methods.sharding.task import Task, TaskSettings
-        from methods.sharding.two_devices import First
 
-        assert self.shard_layers
-        kinds = model_shards(workload, self.shard_layers)
-        # the ends counted as layers
-        lengths = [shard.num_layers for count, shard in kinds for _ in range(count)]
-        names, is_alone = workload.anatomy.names(workload.num_layers), self.num_models == 1
+        names = workload.anatomy.names(workload.num_layers)
         workloads = several(workload, self.num_models, self.num_batch_sizes)
-        num_batches, is_shared = len(batches) if hasattr(batches, "__len__") else None, self.num_devices > 1
-        settings = TaskSettings(
-            max_norm=workload.clip_norm,
-            update="later" if workload.clip_norm else "now",
-            keeps_graphs=self.intermediates == "saved",
-            micro_batches=workload.micro_batches,
-        )
-        options: dict[str, Any] = {
-            "double_buffer": self.double_buffer,
-            "intermediates": self.intermediates,
-            "keeps_random": workload.dropout > 0,
-        }
+        is_alone, is_shared = self.num_models == 1, self.num_devices > 1
         with ExitStack() as stack:
             gpu = stack.enter_context(Device(device))
-            in_halves = [number == 0 and self._halves(workload.dropout) for number in range(len(workloads))]
-            models = [
-                gpt.at_home(workload, lengths, gpu, is_shared=is_shared, in_halves=is_halved)
-                for is_halved in in_halves
-            ]
-            if is_shared:
-                device_names = gpt.device_names(device, self.num_devices)
-                devices = start_processes(device_names, models, options, stack, torch.get_num_threads())
-            else:  # unless is_alone, the host waits for each unit, because the policy needs the unit's time
-                devices = [Here(Worker(gpu, models, **options), is_alone=is_alone)]
-            splits: list[tuple[int, int]] = []
-            if self.partitioner == "exact" and device != "cpu":
-                # Batches for several processes stay on the CPU: a process that reads another's GPU tensor makes a
-                # context on that GPU.
-                samples = [gpt.batch(load, "cpu" if is_shared else device) for load in workloads]
-                devices, splits = rehearse(models, samples, [settings] * len(workloads), devices)
-            tasks: list[Task] = []
-            for number, (load, stream) in enumerate(
-                zip(workloads, tee(batches, len(workloads)), strict=True)
-            ):
-                num_parts = workload.batch_size // load.batch_size
-                parts = gpt.parts(stream, num_parts, to_host=is_shared)
-                arguments = (number, models[number], names, parts)
-                task_settings = dataclasses.replace(
-                    settings,
-                    learning_rate_at=load.learning_rate_at,
-                    per_round=num_parts,
-                    num_batches=num_batches and num_parts * num_batches,
-                    random_state=gpt.random_state(workload, device),
-                )
-                if in_halves[number]:
-                    tasks.append(First(*arguments, second_random=None, settings=task_settings))
-                else:
-                    tasks.append(Task(*arguments, settings=task_settings))
+            models = self._models(workload, len(workloads), gpu)
+            devices, splits = self._devices(workloads, models, gpu, stack)
+            tasks = self._tasks(workloads, batches, models, device)
             # A model may be one step ahead of the slowest model, so that no device waits for the slowest model.
-            most_ahead = int(num_batches is not None and is_shared)
+            most_ahead = int(hasattr(batches, "__len__") and is_shared)
             dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
             steps: list[list[Step]] = [[] for _ in tasks]
             rounds = 0
@@ -216,9 +170,99 @@ class Hydra(Method):
                 schedule |= {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
             others = [gpt.other(workloads[n], models[n], steps[n], names) for n in range(1, len(workloads))]
             moved_bytes = sum(device.moved_bytes for device in devices)
-            return Trained(
-                gpt.tensors(models[0], names), moved_bytes, schedule, others, largest_peaks(devices)
+            peaks = largest_peaks(devices)
+            return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others, peaks)
+
+    def _in_halves(self, workload: Workload, number: int) -> bool:
+        """True if the batches of model `number` are split over two devices."""
+        return number == 0 and self._halves(workload.dropout)
+
+    def _models(self, workload: Workload, num_models: int, gpu: Device) -> list[list[Shard]]:
+        """Return each model's shards, with the starting values, on the host."""
+        from methods.sharding import gpt
+
+        assert self.shard_layers
+        shards = model_shards(workload, self.shard_layers)
+        lengths = [shard.num_layers for count, shard in shards for _ in range(count)]  # ends count as layers
+        return [
+            gpt.at_home(
+                workload,
+                lengths,
+                gpu,
+                is_shared=self.num_devices > 1,
+                in_halves=self._in_halves(workload, number),
             )
+            for number in range(num_models)
+        ]
+
+    def _devices(
+        self, workloads: Sequence[Workload], models: list[list[Shard]], gpu: Device, stack: ExitStack
+    ) -> tuple[list[Any], list[tuple[int, int]]]:
+        """Return the devices that run units, and the shards that a rehearsal halved, as pairs of model and index."""
+        import torch
+
+        from methods.sharding import gpt
+        from methods.sharding.device_process import Here, start_processes
+        from methods.sharding.device_worker import Worker
+        from methods.sharding.rehearsal import rehearse
+
+        device, is_shared = gpu.name.type, self.num_devices > 1
+        options: dict[str, Any] = {
+            "double_buffer": self.double_buffer,
+            "intermediates": self.intermediates,
+            "keeps_random": workloads[0].dropout > 0,
+        }
+        if is_shared:
+            device_names = gpt.device_names(device, self.num_devices)
+            devices = start_processes(device_names, models, options, stack, torch.get_num_threads())
+        else:  # unless there is one model, the host waits for each unit, because the policy needs the unit's time
+            devices = [Here(Worker(gpu, models, **options), is_alone=self.num_models == 1)]
+        if self.partitioner != "exact" or device == "cpu":
+            return devices, []
+        # Batches for several processes stay on the CPU: a process that reads another's GPU tensor makes a context on
+        # that GPU.
+        samples = [gpt.batch(load, "cpu" if is_shared else device) for load in workloads]
+        return rehearse(models, samples, [self._settings(workloads[0])] * len(workloads), devices)
+
+    def _settings(self, workload: Workload) -> TaskSettings:
+        """Return the settings of a model's training that need no batches."""
+        from methods.sharding.task import TaskSettings
+
+        return TaskSettings(
+            max_norm=workload.clip_norm,
+            update="later" if workload.clip_norm else "now",
+            keeps_graphs=self.intermediates == "saved",
+            micro_batches=workload.micro_batches,
+        )
+
+    def _tasks(
+        self, workloads: Sequence[Workload], batches: Any, models: list[list[Shard]], device: str
+    ) -> list[Task]:
+        """Return a task for each model. A model with a smaller batch size takes each batch in several parts."""
+        from methods.sharding import gpt
+        from methods.sharding.task import Task
+        from methods.sharding.two_devices import First
+
+        first, tasks = workloads[0], list[Task]()
+        names = first.anatomy.names(first.num_layers)
+        num_batches = len(batches) if hasattr(batches, "__len__") else None
+        streams = tee(batches, len(workloads))
+        for number, (load, stream) in enumerate(zip(workloads, streams, strict=True)):
+            num_parts = first.batch_size // load.batch_size
+            parts = gpt.parts(stream, num_parts, to_host=self.num_devices > 1)
+            settings = dataclasses.replace(
+                self._settings(first),
+                learning_rate_at=load.learning_rate_at,
+                random_state=gpt.random_state(first, device),
+                per_round=num_parts,
+                num_batches=num_batches and num_parts * num_batches,
+            )
+            arguments = (number, models[number], names, parts)
+            if self._in_halves(first, number):
+                tasks.append(First(*arguments, second_random=None, settings=settings))
+            else:
+                tasks.append(Task(*arguments, settings=settings))
+        return tasks
 
     def _plan(self, workload: Workload, room: Room, num_layers: int) -> Plan:
         size, whole, anatomy = workload.weight_bytes, workload.num_params, workload.anatomy
