@@ -20,6 +20,7 @@ from cli.place_choice import place_options
 from harness.base.console import print_table
 from harness.base.whole_file import check_new, check_replaceable
 from harness.core.job import Budget, Job, Room
+from harness.core.several_models import workloads_of
 from harness.devices import named_machines
 from harness.devices.room import check_budget, host_bytes_at, less_imports, room_within
 from harness.gate.probe import Extent
@@ -323,7 +324,7 @@ def _with_files(plans: list[Planned], call: Call) -> list[Planned]:
         check_writable(output.trace.parent, "--trace")
         first = dataclasses.replace(first, trace=str(output.trace.resolve()))
     if output.save:
-        if not is_single or len(first.workloads()) > 1 or first.workload.config is None:
+        if not is_single or len(workloads_of(first)) > 1 or first.workload.config is None:
             raise ValueError(
                 "--save needs a single run on this machine, of one model with a config.json: one method, one size, no"
                 " --on"

@@ -149,35 +149,44 @@ def _run() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(INTERRUPTED)
     except click.NoSuchOption as error:
-        verbs = door.all_verbs().items()
-        others = [name for name, verb in verbs for param in verb.params if error.option_name in param.opts]
-        text = f"{error.format_message().rstrip('.')}; see --help"
-        if others:
-            have = "has" if len(others) == 1 else "have"
-            text = f"{error.message.rstrip('.')}; {', '.join(others)} {have} it"
-        _fail(f"error: {text}", USAGE)
+        _fail(f"error: {_no_option_text(error)}", USAGE)
     except click.ClickException as error:
-        text = error.format_message()
-        hint = "-h is the hidden size, help is --help" if "'-h'" in text else "see --help"
-        extra = re.search(r"extra arguments? \((\S+?)[ )]", text)
-        if extra and extra[1] in door.all_verbs():
-            text = f"expected the verb as the first word, got {extra[1]} after others"
-            hint = f"try ./run.sh {extra[1]}, then the other words"
-        _fail(f"error: {text.rstrip('.')}; {hint}", USAGE)
+        _fail(f"error: {_usage_text(error.format_message())}", USAGE)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            _fail("error: too many open files: raise the limit, ulimit -n 256, and repeat the call", USAGE)
-        where = f" {error.filename}" if error.filename else ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            folder = f" in{where}" if where else ""
-            _fail(f"error: the disk is full{folder}: free some space and repeat the call", MEMORY)
-        _fail(f"error: cannot use{where or ' a file'}: {error.strerror or error}; try another one", USAGE)
+        _fail_of_system(error)
     except FolderLost as error:
         _fail(f"error: {error}", CRASH)
     except ValueError as error:
         _fail(f"error: {error}", USAGE)
     except method.Unavailable as error:
         _fail(f"error: {error}", UNAVAILABLE)
+
+
+def _no_option_text(error: click.NoSuchOption) -> str:
+    verbs = door.all_verbs().items()
+    others = [name for name, verb in verbs for param in verb.params if error.option_name in param.opts]
+    if not others:
+        return f"{error.format_message().rstrip('.')}; see --help"
+    return f"{error.message.rstrip('.')}; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it"
+
+
+def _usage_text(message: str) -> str:
+    hint = "-h is the hidden size, help is --help" if "'-h'" in message else "see --help"
+    extra = re.search(r"extra arguments? \((\S+?)[ )]", message)
+    if extra and extra[1] in door.all_verbs():
+        message = f"expected the verb as the first word, got {extra[1]} after others"
+        hint = f"try ./run.sh {extra[1]}, then the other words"
+    return f"{message.rstrip('.')}; {hint}"
+
+
+def _fail_of_system(error: OSError) -> None:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        _fail("error: too many open files: raise the limit, ulimit -n 256, and repeat the call", USAGE)
+    file = f" {error.filename}" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" in{file}" if file else ""
+        _fail(f"error: the disk is full{where}: free some space and repeat the call", MEMORY)
+    _fail(f"error: cannot use{file or ' a file'}: {error.strerror or error}; try another one", USAGE)
 
 
 def _fail(line: str, code: int) -> None:

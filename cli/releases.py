@@ -78,9 +78,7 @@ def releases(extent: Extent | None, **values: Any) -> None:
     without options takes two hours: try --quick, or --setting. Cells are judged without the gate's probe;
     --probe-layers adds it.
     """
-    from cases._release_choice import Choice, chosen
     from cases._release_script import script
-    from cases.case10 import job_of
 
     if values["script"]:
         _check_alone("script")
@@ -88,25 +86,44 @@ def releases(extent: Extent | None, **values: Any) -> None:
         print(script(name, release), end="")
         return
     used = case.profile_of(None, None)
-    cells = chosen(
-        Choice(
-            values["only"],
-            values["names"],
-            values["since"],
-            values["until"],
-            values["versions"],
-            is_quick=values["quick"],
-            has_gpu=used.device == "cuda",
-        )
+    cells = _cells(values, has_gpu=used.device == "cuda")
+    results, as_json = values["results"], values["as_json"]
+    out = values["out"] or results / "releases.md"
+    check_replaceable(out, f"# {TITLE}".encode())
+    check_writable(results)
+    check_writable(out.resolve().parent, "--out")
+    plans = _plans(used, cells)
+    with reporter(as_json) as report:
+        sweep = Sweep(results, (), report, values["rerun"], probe=extent or NONE, is_timed=False)
+        records = _run(plans, sweep, as_json)
+    _write(used, results, out, as_json)
+    sys.exit(exit_codes.of_records(records, is_sweep=True))
+
+
+def _cells(values: dict[str, Any], has_gpu: bool) -> list[tuple[str, str]]:
+    """Return the chosen cells, each a setting and a release."""
+    from cases._release_choice import Choice, chosen
+
+    choice = Choice(
+        values["only"],
+        values["names"],
+        values["since"],
+        values["until"],
+        values["versions"],
+        is_quick=values["quick"],
+        has_gpu=has_gpu,
     )
-    if not cells:
+    if not (cells := chosen(choice)):
         raise ValueError(
             "expected at least one cell, got none by these options; try other releases, or another row"
         )
-    out = values["out"] or values["results"] / "releases.md"
-    check_replaceable(out, f"# {TITLE}".encode())
-    check_writable(values["results"])
-    check_writable(out.resolve().parent, "--out")
+    return cells
+
+
+def _plans(used: CaseProfile, cells: Sequence[tuple[str, str]]) -> list[Planned]:
+    """Return a planned job for each cell that has a plan here; print why the others have none."""
+    from cases.case10 import job_of
+
     plans: list[Planned] = []
     left_out: list[str] = []
     for name, release in cells:
@@ -118,11 +135,7 @@ def releases(extent: Extent | None, **values: Any) -> None:
         raise ValueError(left_out[0])
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
-    with reporter(values["as_json"]) as report:
-        sweep = Sweep(values["results"], (), report, values["rerun"], probe=extent or NONE, is_timed=False)
-        records = _run(plans, sweep, values["as_json"])
-    _write(used, values["results"], out, values["as_json"])
-    sys.exit(exit_codes.of_records(records, is_sweep=True))
+    return plans
 
 
 def _check_alone(name: str) -> None:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
-from harness.core.job import Plan, Room, Workload, several
+from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training, largest_depth
 from harness.core.option import opt
+from harness.core.several_models import several
 from harness.devices import cuda_budget
 from harness.plan.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards

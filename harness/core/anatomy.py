@@ -25,7 +25,7 @@ from harness.base.checkout import ROOT
 from harness.base.child_process import ask
 from harness.base.foreign_file import read_json
 from harness.base.whole_file import write_whole
-from harness.core.hub_config import narrowed
+from harness.core.hub_config import inner_size, narrowed
 from harness.core.refused_model import RefusedModel
 from harness.core.unavailable import Unavailable
 
@@ -37,6 +37,11 @@ INIT_STD = 0.02
 SKETCHES = ROOT / ".venv" / "sketches"
 FORMAT = 5  # format number of the cached files; raise it when the fields or the numbers of a sketch change
 MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
+# Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
+NUM_LOGITS = 2**25
+# Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP
+# and norms compute in blocks of tokens, each with at most NUM_LOGITS inner elements (harness/models/token_blocks.py).
+NUM_INNER = 2**29
 PARTS = ("embedding", "layer", "head")
 # answers of this process that were refusals, by hash of the question
 _refusals: dict[str, dict[str, Any]] = {}
@@ -154,13 +159,23 @@ def anatomy_of(workload: Any) -> Anatomy:
     a sample is longer than its table of positions, and Unavailable if transformers is missing."""
     if workload.config is None:
         return _gpt(workload)
-    half, at_once = workload.dtype != "fp32", workload.block_tokens
+    half, at_once = workload.dtype != "fp32", block_tokens(workload)
     widths, name = (workload.hidden_size, workload.vocab_size), workload.model or "the model"
     anatomy = _of_config(workload.config, widths, name, is_half=half, block_tokens=at_once)
     if (most := anatomy.most_tokens) < workload.seq_len:
         message = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
         raise ValueError(f"--seq: {message}; try --seq {most}")
     return anatomy
+
+
+def block_tokens(workload: Any) -> int:
+    """Return the tokens in a block of a layer's MLP and norms; 0 if MLP and norms compute a whole micro-batch at
+    once."""
+    if workload.config is None:
+        return 0
+    inner = inner_size(workload.config, workload.hidden_size)
+    tokens = workload.batch_size // workload.micro_batches * workload.seq_len
+    return max(1, NUM_LOGITS // inner) if tokens * inner > NUM_INNER else 0
 
 
 def sized(path: Path, record: Any) -> Any:
@@ -183,19 +198,16 @@ def _of_config(
     parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
     blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read. One sketch, of the
     configuration's own number of layers, serves every number of layers."""
-    try:
-        library = version("transformers")
-    except PackageNotFoundError as error:
-        raise Unavailable(NEEDS) from error
+    versions = [_transformers_version(), FORMAT]
     config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SEEN), *widths)
-    answer = _kept("harness.plan.sketch", config, [library, FORMAT])
+    answer = _kept("harness.plan.sketch", config, versions)
     if refused := answer.get("refused"):
         code, values = refused
         raise RefusedModel(code, f"{model} cannot be trained here", **values)
     dtype, blocks = "half" if is_half else "fp32", None
     if block_tokens:
         question = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
-        blocks = _kept("harness.plan.block_sketch", question, [library, FORMAT])["blocks"]
+        blocks = _kept("harness.plan.block_sketch", question, versions)["blocks"]
     parts = {part: {name: tuple(shape) for name, shape in answer[part].items()} for part in PARTS}
     return Anatomy(
         **parts,
@@ -214,21 +226,35 @@ def _of_config(
         starts={name: (mean, std) for name, (mean, std) in answer["starts"].items()},
         ignored=tuple(answer["ignored"]),
         fields=answer["fields"],
-        # The bias of the keys adds nearly the same number to every score of a query, even with rotary positions, which
-        # hardly turn a head's slow pairs. So the gradient of this bias is little more than rounding error. In GPT-2's
-        # c_attn.bias the bias of the keys is the second of three equal parts.
-        noise={
-            name: (0, size) if name.endswith("k_proj.bias") else (size // 3, 2 * size // 3)
-            for name, (size, *_) in parts["layer"].items()
-            if name.endswith(("k_proj.bias", "c_attn.bias"))
-        },
-        blocks=blocks
-        and TokenBlocks(
-            tuple(blocks["parts"]),
-            blocks["token_flops"],
-            tuple((inputs, fixed) for inputs, fixed in blocks["lines"]),
-        ),
+        noise=_noise(parts["layer"]),
+        blocks=blocks and _token_blocks(blocks),
     )
+
+
+def _transformers_version() -> str:
+    try:
+        return version("transformers")
+    except PackageNotFoundError as error:
+        raise Unavailable(NEEDS) from error
+
+
+def _noise(layer: Shapes) -> dict[str, tuple[int, int]]:
+    """Return the elements of a layer's tensors whose gradient is little more than rounding error: the bias of the keys.
+
+    It adds nearly the same number to every score of a query, even with rotary positions, which hardly turn a head's
+    slow pairs. In GPT-2's c_attn.bias the bias of the keys is the second of three equal parts."""
+    noise = {}
+    for name, (size, *_) in layer.items():
+        if name.endswith("k_proj.bias"):
+            noise[name] = (0, size)
+        elif name.endswith("c_attn.bias"):
+            noise[name] = (size // 3, 2 * size // 3)
+    return noise
+
+
+def _token_blocks(answer: dict[str, Any]) -> TokenBlocks:
+    lines = tuple((inputs, fixed) for inputs, fixed in answer["lines"])
+    return TokenBlocks(tuple(answer["parts"]), answer["token_flops"], lines)
 
 
 def _kept(module: str, question: Any, versions: list[Any]) -> Any:
@@ -280,15 +306,6 @@ def _gpt(workload: Any) -> Anatomy:
     tokens: Shapes = {"ends.wte.weight": (vocab, size)}
     positions: Shapes = {"ends.wpe.weight": (workload.seq_len, size)}
     norm: Shapes = {"ends.lnf.weight": (size,), "ends.lnf.bias": (size,)}
-    # Matrices start at random values of mean 0 and standard deviation 0.02. The deviation of the two projections into
-    # the residual stream is 0.02 / sqrt(2 L), with L layers. Biases start at 0, weights of norms at 1.
-    into_residual = INIT_STD / math.sqrt(2 * workload.num_layers)
-    starts = {
-        name: (0.0, into_residual if name in ("proj.weight", "fc2.weight") else INIT_STD)
-        if len(shape) > 1
-        else (1.0 if name.endswith("weight") else 0.0, 0.0)
-        for name, shape in (tokens | positions | norm | layer).items()
-    }
     return Anatomy(
         embedding=tokens | positions,
         layer=layer,
@@ -299,7 +316,23 @@ def _gpt(workload: Any) -> Anatomy:
         pair_flops=2 * size,
         # 22 times the layer's input: the activations of the layer, and the gradients of the MLP's inner tensors.
         boundaries=22,
-        starts=starts,
+        starts=_gpt_starts(tokens | positions | norm | layer, workload.num_layers),
         # The keys' bias adds the same number to every score of a query, and the softmax cancels this number.
         noise={"qkv.bias": (size, 2 * size)},
     )
+
+
+def _gpt_starts(shapes: Shapes, num_layers: int) -> dict[str, tuple[float, float]]:
+    """Return mean and standard deviation of the tensors' starting values. Matrices start at random values of mean 0 and
+    standard deviation 0.02. The deviation of the two projections into the residual stream is 0.02 / sqrt(2 L), with L
+    layers. Biases start at 0, weights of norms at 1."""
+    into_residual = INIT_STD / math.sqrt(2 * num_layers)
+    starts = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            starts[name] = (1.0 if name.endswith("weight") else 0.0, 0.0)
+        elif name in ("proj.weight", "fc2.weight"):
+            starts[name] = (0.0, into_residual)
+        else:
+            starts[name] = (0.0, INIT_STD)
+    return starts

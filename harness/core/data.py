@@ -108,47 +108,51 @@ def _open_tokens(prefix: str) -> np.ndarray:
     documents (u64), number of tokens of each sequence (i32).
     """
     try:
-        _check_kind(Path(f"{prefix}.idx"))
-        with open(f"{prefix}.idx", "rb") as index:
-            head = index.read(len(INDEX_MAGIC) + 17)
-        if len(head) < len(INDEX_MAGIC) + 17 or not head.startswith(INDEX_MAGIC):
-            raise ValueError(
-                f"{prefix}.idx: expected a Megatron index; try --data with the prefix of a .bin/.idx pair"
-            )
-        version, code, count = struct.unpack("<QBQ", head[len(INDEX_MAGIC) :])
-        if version != 1 or code not in INDEX_DTYPES:
-            raise ValueError(
-                f"{prefix}.idx: expected version 1 and integer tokens, got version {version} and dtype {code}"
-            )
-        dtype = np.dtype(INDEX_DTYPES[code])
-        _check_kind(Path(f"{prefix}.bin"))
-        size = Path(f"{prefix}.bin").stat().st_size
-        if not size:
-            raise ValueError(f"{prefix}.bin: expected tokens, got an empty file")
-        if size % dtype.itemsize:
-            raise ValueError(
-                f"{prefix}.bin: expected a multiple of {dtype.itemsize} bytes (one token), got {size}"
-            )
-        tokens = np.memmap(f"{prefix}.bin", dtype=dtype, mode="r")
-        # lengths that the file holds
-        listed = (Path(f"{prefix}.idx").stat().st_size - len(INDEX_MAGIC) - 25) // 4
-        lengths = np.fromfile(
-            f"{prefix}.idx", "<i4", min(count, max(0, listed)), offset=len(INDEX_MAGIC) + 25
-        )
-        if lengths.size and lengths.min() < 0:
-            raise ValueError(
-                f"{prefix}.idx: expected lengths of at least 0, got {lengths.min()}; make the index again"
-            )
-        if lengths.sum(dtype=np.int64) != len(tokens):
-            message = (
-                f"expected {lengths.sum(dtype=np.int64)} tokens, as {prefix}.idx says, got {len(tokens)}"
-            )
-            raise ValueError(f"{prefix}.bin: {message}")
-        return tokens
+        dtype, count = _index_head(f"{prefix}.idx")
+        tokens = _map_tokens(f"{prefix}.bin", dtype)
+        num_tokens = _num_listed(f"{prefix}.idx", count)
     except OSError as error:
         raise ValueError(
             f"cannot read the corpus {error.filename}: {error.strerror}; try another --data"
         ) from error
+    if num_tokens != len(tokens):
+        message = f"expected {num_tokens} tokens, as {prefix}.idx says, got {len(tokens)}"
+        raise ValueError(f"{prefix}.bin: {message}")
+    return tokens
+
+
+def _index_head(path: str) -> tuple[np.dtype, int]:
+    """Return the dtype of the tokens and the number of sequences that an .idx file states."""
+    _check_kind(Path(path))
+    with open(path, "rb") as index:
+        head = index.read(len(INDEX_MAGIC) + 17)
+    if len(head) < len(INDEX_MAGIC) + 17 or not head.startswith(INDEX_MAGIC):
+        raise ValueError(f"{path}: expected a Megatron index; try --data with the prefix of a .bin/.idx pair")
+    version, code, count = struct.unpack("<QBQ", head[len(INDEX_MAGIC) :])
+    if version != 1 or code not in INDEX_DTYPES:
+        raise ValueError(
+            f"{path}: expected version 1 and integer tokens, got version {version} and dtype {code}"
+        )
+    return np.dtype(INDEX_DTYPES[code]), count
+
+
+def _map_tokens(path: str, dtype: np.dtype) -> np.ndarray:
+    _check_kind(Path(path))
+    size = Path(path).stat().st_size
+    if not size:
+        raise ValueError(f"{path}: expected tokens, got an empty file")
+    if size % dtype.itemsize:
+        raise ValueError(f"{path}: expected a multiple of {dtype.itemsize} bytes (one token), got {size}")
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _num_listed(path: str, count: int) -> int:
+    """Return the sum of the lengths of `count` sequences in an .idx file, or of as many as the file holds."""
+    num_held = (Path(path).stat().st_size - len(INDEX_MAGIC) - 25) // 4
+    lengths = np.fromfile(path, "<i4", min(count, max(0, num_held)), offset=len(INDEX_MAGIC) + 25)
+    if lengths.size and lengths.min() < 0:
+        raise ValueError(f"{path}: expected lengths of at least 0, got {lengths.min()}; make the index again")
+    return int(lengths.sum(dtype=np.int64))
 
 
 def _check_kind(path: Path) -> None:

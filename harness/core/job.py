@@ -15,7 +15,7 @@ from typing import Any
 from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.counted import counted
 from harness.core import hub_config
-from harness.core.anatomy import Anatomy, anatomy_of
+from harness.core.anatomy import NUM_LOGITS, Anatomy, anatomy_of
 from harness.core.option import UNSAID, opt, unsaid_of
 from harness.core.rates import Rates
 
@@ -38,15 +38,6 @@ LR_DECAY_STEPS = 320_000
 # Settings of fp16's dynamic loss scale (methods/shared/loss_scale.py). DeepSpeed has the same values.
 INITIAL_LOSS_SCALE = 2.0**16
 LOSS_SCALE_WINDOW = 1000  # the loss scale doubles after this many steps in a row without overflow
-# Options of methods that train several models: the number of models and the number of batch sizes.
-OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
-# most learning rates among several models: the first is the workload's, each next is half as high
-NUM_RATES = 6
-# Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
-NUM_LOGITS = 2**25
-# Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP
-# and norms compute in blocks of tokens, each with at most NUM_LOGITS inner elements (harness/models/token_blocks.py).
-NUM_INNER = 2**29
 
 
 @dataclass(frozen=True)
@@ -100,18 +91,19 @@ class Workload:
     loss_scale_window: int | None = field(default=None, metadata=UNSAID)
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "num_heads",
-            "seq_len",
-            "batch_size",
-            "micro_batches",
-            "vocab_size",
-        ):
-            check_count(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST)
+        check_count("num_layers", self.num_layers, MOST_LAYERS)
+        for name in ("hidden_size", "num_heads", "seq_len", "batch_size", "micro_batches", "vocab_size"):
+            check_count(name, getattr(self, name))
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed: expected 0 to 2**63 - 1, got {self.seed}")
+        self._check_model()
+        self._check_micro_batches()
+        self._check_training()
+        self._check_schedule()
+        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 must give the job the same key
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _check_model(self) -> None:
         if self.config is not None:
             self._check_config(self.config)
         elif self.weights is not None:
@@ -125,34 +117,6 @@ class Workload:
                 f"hidden size {self.hidden_size} is not divisible by {self.num_heads} heads: try -h {nearest}, or other"
                 " --heads"
             )
-        if self.batch_size % self.micro_batches:
-            counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
-            expected = f"expected a divisor of batch {self.batch_size} ({counts})"
-            raise ValueError(f"--micro-batches: {expected}, got {self.micro_batches}")
-        if self.dropout and self.micro_batches > 1:
-            raise ValueError(
-                "dropout and micro-batches exclude each other, because micro-batches drop other elements than a whole"
-                " batch; try --dropout 0, or --micro-batches 1"
-            )
-        if self.dtype not in ("fp32", "bf16", "fp16"):
-            raise ValueError(f"--dtype: expected fp32, bf16 or fp16, got {self.dtype!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"--dropout: expected from 0 to below 1, got {self.dropout}")
-        if not 0 <= self.clip_norm < math.inf:
-            raise ValueError(f"--clip: expected 0 (off) or a positive norm, got {self.clip_norm}")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"--lr: expected a positive number, got {self.learning_rate}")
-        self._check_schedule()
-        for name in ("dropout", "clip_norm", "learning_rate"):  # 1 and 1.0 must give the job the same key
-            object.__setattr__(self, name, float(getattr(self, name)))
-
-    def _check_schedule(self) -> None:
-        for name in ("lr_warmup_steps", "lr_decay_steps", "loss_scale_window"):
-            if (steps := getattr(self, name)) is not None:
-                check_count(name, steps)
-        if self.lr_decay_steps <= self.lr_warmup_steps:
-            expected = f"expected lr_decay_steps above lr_warmup_steps ({self.lr_warmup_steps})"
-            raise ValueError(f"{expected}, got {self.lr_decay_steps}; try {self.lr_warmup_steps + 1}")
 
     def _check_config(self, text: str) -> None:
         config = hub_config.parsed(text)
@@ -163,6 +127,35 @@ class Workload:
             )
         if self.dropout:
             raise ValueError("--dropout: expected 0 for a model with a config.json: leave --dropout out")
+
+    def _check_micro_batches(self) -> None:
+        if self.batch_size % self.micro_batches:
+            counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
+            expected = f"expected a divisor of batch {self.batch_size} ({counts})"
+            raise ValueError(f"--micro-batches: {expected}, got {self.micro_batches}")
+        if self.dropout and self.micro_batches > 1:
+            raise ValueError(
+                "dropout and micro-batches exclude each other, because micro-batches drop other elements than a whole"
+                " batch; try --dropout 0, or --micro-batches 1"
+            )
+
+    def _check_training(self) -> None:
+        if self.dtype not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"--dtype: expected fp32, bf16 or fp16, got {self.dtype!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout: expected from 0 to below 1, got {self.dropout}")
+        if not 0 <= self.clip_norm < math.inf:
+            raise ValueError(f"--clip: expected 0 (off) or a positive norm, got {self.clip_norm}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"--lr: expected a positive number, got {self.learning_rate}")
+
+    def _check_schedule(self) -> None:
+        for name in ("lr_warmup_steps", "lr_decay_steps", "loss_scale_window"):
+            if (steps := getattr(self, name)) is not None:
+                check_count(name, steps)
+        if self.lr_decay_steps <= self.lr_warmup_steps:
+            expected = f"expected lr_decay_steps above lr_warmup_steps ({self.lr_warmup_steps})"
+            raise ValueError(f"{expected}, got {self.lr_decay_steps}; try {self.lr_warmup_steps + 1}")
 
     @property
     def anatomy(self) -> Anatomy:
@@ -257,13 +250,6 @@ class Workload:
         rounded = max(both * logits, both * later + matrix if later else 0)
         kept = 3 * self.boundary_bytes + int(self.anatomy.head_boundaries * self.boundary_bytes)
         return kept // self.micro_batches + max(rounded, size * logits + matrix)
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens in a block of a layer's MLP and norms; 0 if MLP and norms compute a whole micro-batch at once."""
-        inner = hub_config.inner_size(self.config, self.hidden_size) if self.config is not None else 0
-        tokens = self.batch_size // self.micro_batches * self.seq_len
-        return max(1, NUM_LOGITS // inner) if tokens * inner > NUM_INNER else 0
 
     @property
     def layer_bytes(self) -> int:
@@ -502,10 +488,6 @@ class Job:
         """Number of ranks (processes that train one model together): the option world_size; 1 if it is not set."""
         return self.options.get("world_size", 1)
 
-    def workloads(self) -> list[Workload]:
-        """Return the workload of each of the job's models: one model, unless options of OF_SEVERAL_MODELS say more."""
-        return several(self.workload, *(self.options.get(name, 1) for name in OF_SEVERAL_MODELS))
-
     def key(self, **context: str) -> str:
         """Return a hash that identifies this job in a context, such as the hash of the method's source and the
         machine's facts. The values of --timeout, --trace and --save do not change the hash."""
@@ -528,16 +510,6 @@ class Job:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Job:
         return Job(**{**data, "workload": Workload(**data["workload"]), "budget": Budget(**data["budget"])})
-
-
-def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
-    """Return the workloads of several models, each with its own pair of learning rate and batch size. There are
-    `num_batch_sizes` sizes and NUM_RATES rates, each half of the one before; after the last rate the rates repeat."""
-    rows = [divmod(number, num_batch_sizes) for number in range(num_models)]
-    sizes = [
-        (workload.learning_rate / 2 ** (rate % NUM_RATES), workload.batch_size >> half) for rate, half in rows
-    ]
-    return [dataclasses.replace(workload, learning_rate=rate, batch_size=size) for rate, size in sizes]
 
 
 def check_count(name: str, value: int, most: int = MOST) -> None:

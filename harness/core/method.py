@@ -102,7 +102,7 @@ class Method(ABC):
     A method that trains in several processes has an option world_size, 1 by default. Each process runs train() with
     torchrun's environment variables. A process gets the whole batch, trains on its own part of the batch, and yields
     the loss of the whole batch; rank 0 returns the whole tensors. plan() counts the bytes of one rank. A method that
-    trains several models (Job.workloads()) has the option num_models, 1 by default, and may have num_batch_sizes."""
+    trains several models (several_models.py) has the option num_models, 1 by default, and may have num_batch_sizes."""
 
     label: ClassVar[str]  # default: the name of the method's file
     color: ClassVar[str] = "#888888"  # in figures of the runs

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from harness.base.counted import counted
 from harness.core.job import Job
 from harness.core.record import PRODUCTS_IN, Record
+from harness.core.several_models import workloads_of
 from harness.gate.evidence import Trial, names_text
 
 # Half the distance from 1 to the next larger float: a smaller step upwards leaves a weight of 1 unchanged. Downwards, a
@@ -90,7 +91,7 @@ def unasked(record: Record) -> Flaw | None:
         text = f"{counted(num_trained, 'model')} trained, the job asks for {num_models}"
         return Flaw("models", text)
     first = dataclasses.asdict(record.job.workload)
-    expected = record.job.workloads()[1:] if record.others else []
+    expected = workloads_of(record.job)[1:] if record.others else []
     for number, (load, other) in enumerate(zip(expected, record.others, strict=True), start=2):
         if {**first, **other["workload"]} != dataclasses.asdict(load):
             load_text = (

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.anatomy import anatomy_of
+from harness.core.anatomy import NUM_LOGITS, anatomy_of
 from harness.core.cpu_cores import available_cores
-from harness.core.job import BETAS, EPSILON, NUM_LOGITS, WEIGHT_DECAY, Workload
+from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from harness.models import weight_files
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

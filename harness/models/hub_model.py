@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
-from harness.core import hub_config, job
-from harness.core.anatomy import NEEDS
+from harness.core import hub_config
+from harness.core.anatomy import NEEDS, NUM_INNER, block_tokens
 from harness.core.hub_config import narrowed
 from harness.core.job import Workload
 from harness.core.refused_model import RefusedModel
@@ -385,9 +385,9 @@ def parts_of(workload: Workload) -> HubParts:
 def _set_blocks(workload: Workload, layers: Iterable[nn.Module], base: nn.Module | None = None) -> None:
     """Make `layers` compute long samples in blocks of tokens and, if `base` is given, also the norm after its last
     layer. Nothing changes if the workload's samples are short."""
-    if not (at_once := workload.block_tokens) or (blocks := workload.anatomy.blocks) is None:
+    if not (at_once := block_tokens(workload)) or (blocks := workload.anatomy.blocks) is None:
         return
-    most = job.NUM_INNER // hub_config.inner_size(str(workload.config), workload.hidden_size)
+    most = NUM_INNER // hub_config.inner_size(str(workload.config), workload.hidden_size)
     for layer in layers:
         token_blocks.set_blocks(layer, blocks.parts, at_once, most)
     if base is not None:

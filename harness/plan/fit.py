@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from harness.base.counted import counted
 from harness.core import method
-from harness.core.job import OF_SEVERAL_MODELS, Job, Plan, Room
+from harness.core.job import Job, Plan, Room
+from harness.core.several_models import OF_SEVERAL_MODELS
 from harness.devices import cuda_budget
 from harness.devices.room import check_device, imports_text, room_of
 

@@ -12,6 +12,7 @@ import pytest
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
+from harness.core.several_models import workloads_of
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from tests.support.page import page_blocks
@@ -76,9 +77,9 @@ def test_a_method_does_not_ask_for_several_models_by_itself(tmp_path: Path) -> N
 def test_the_models_that_a_job_asks_for_halve_the_learning_rate_and_within_it_the_batch() -> None:
     load = dataclasses.replace(TINY, batch_size=4, learning_rate=0.5)
     job = Job("hydra", load, {"num_models": 4, "num_batch_sizes": 2})
-    sizes = [(each.learning_rate, each.batch_size) for each in job.workloads()]
+    sizes = [(each.learning_rate, each.batch_size) for each in workloads_of(job)]
     assert sizes == [(0.5, 4), (0.5, 2), (0.25, 4), (0.25, 2)]
-    assert Job("l2l", load).workloads() == [load]
+    assert workloads_of(Job("l2l", load)) == [load]
 
 
 @pytest.mark.parametrize("num_batch_sizes", [1, 2])
@@ -91,4 +92,4 @@ def test_models_that_the_job_asks_for_pass(num_batch_sizes: int, tmp_path: Path,
 
 def test_no_method_trains_several_models_unasked(folders: tuple[Path, ...]) -> None:
     for name in method.names(folders):
-        assert len(resolve(Job(name, TINY), folders)[0].workloads()) == 1
+        assert len(workloads_of(resolve(Job(name, TINY), folders)[0])) == 1

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from harness.core import job
 from harness.core.job import Workload
 from harness.models import gpt
 from harness.models.gpt import GPT, initial, is_decayed
@@ -167,7 +166,7 @@ def test_loss_of_the_bf16_model_is_fp32() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_logits", [job.NUM_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"]
+    "num_logits", [gpt.NUM_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"]
 )
 def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(
     num_logits: int, monkeypatch: pytest.MonkeyPatch

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.core import job
+from harness.core import anatomy, job
 from harness.core.job import GIB, Room, Workload
 from harness.core.method import create
 from harness.devices.memory_account import Tracker
-from harness.models import gpt, named_models, token_blocks
+from harness.models import gpt, hub_model, named_models, token_blocks
 from harness.models.model import new_layer
 from harness.plan import block_sketch
 from tests.methods.test_agree import difference
@@ -35,8 +35,9 @@ SIZES: list[tuple[str, str]] = [("llama", "fp32"), ("qwen2", "bf16")]
 def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks for all sizes, of layers and of the loss."""
     inner = 80
-    monkeypatch.setattr(job, "NUM_INNER", 0)
-    for module in (job, gpt):
+    for module in (anatomy, hub_model):
+        monkeypatch.setattr(module, "NUM_INNER", 0)
+    for module in (anatomy, job, gpt):
         monkeypatch.setattr(module, "NUM_LOGITS", AT_ONCE * inner)
 
 
@@ -126,7 +127,7 @@ def test_a_layer_without_an_mlp_of_that_name_stays_whole() -> None:
 def test_methods_have_the_bits_of_resident_in_blocks(family: str, dtype: str, in_blocks: None) -> None:
     workload = configured(family, dtype=dtype, seq_len=TOKENS, batch_size=6, micro_batches=2)
     blocks = workload.anatomy.blocks
-    assert workload.block_tokens == AT_ONCE and blocks and blocks.token_flops == TOKEN_FLOPS
+    assert anatomy.block_tokens(workload) == AT_ONCE and blocks and blocks.token_flops == TOKEN_FLOPS
     resident = train("resident", workload, 2)
     for name, options in METHODS:
         assert difference(train(name, workload, 2, **options), resident) == ""
@@ -157,5 +158,5 @@ def test_a_sample_of_131072_tokens_fits_24_gib_with_one_layer_resident_at_a_time
 
 def test_sizes_of_published_figures_and_the_published_gpt_are_computed_whole() -> None:
     sizes = named_models.load("Llama-3.1-8B").sizes
-    assert Workload(**sizes, seq_len=1024, batch_size=32).block_tokens == 0
-    assert Workload(seq_len=2**17, batch_size=8).block_tokens == 0
+    assert anatomy.block_tokens(Workload(**sizes, seq_len=1024, batch_size=32)) == 0
+    assert anatomy.block_tokens(Workload(seq_len=2**17, batch_size=8)) == 0

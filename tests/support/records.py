@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.core.job import Job
 from harness.core.record import Gate, Record, new_stem
+from harness.core.several_models import workloads_of
 from harness.devices import machine
 from harness.plan.fit import resolve
 
@@ -31,7 +32,7 @@ def write(folder: Path, *records: Record) -> Path:
 
 def others(job: Job) -> list[dict[str, Any]]:
     """What the models of a job beyond the first left behind, each trained like the first on as many samples."""
-    first, *loads = map(dataclasses.asdict, job.workloads())
+    first, *loads = map(dataclasses.asdict, workloads_of(job))
     return [
         {
             "workload": {name: value for name, value in load.items() if value != first[name]},
