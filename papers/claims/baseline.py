@@ -65,14 +65,14 @@ def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Hel
     points, others = select(baseline, results, read), select(new, results, read)
     held, missing = [], []
     for _, point in points.iterrows():
-        found = _same_point(point, points, others)
-        if found is None:
+        repeats = _same_point(point, points, others)
+        if repeats is None:
             load, name = point["workload"], point["name"].removesuffix(":")
             missing.append(
                 f"{name}, {counted(load.num_layers, 'layer')} x {load.hidden_size}: {new} has no run of it"
             )
         else:
-            held.append(hold(found, point["repeats"]))
+            held.append(hold(repeats, point["repeats"]))
     for one in held:
         show(one, as_json)
     for complaint in missing:
@@ -91,18 +91,23 @@ def _same_point(point: pd.Series, points: pd.DataFrame, others: pd.DataFrame) ->
     The points must have the same options. If each side has only one point of the method, the options of the two may
     differ.
     """
-    own, theirs = (side[side["workload"] == point["workload"]] for side in (points, others))
-    named = theirs[theirs["name"] == point["name"]]
+    new_points = others[others["workload"] == point["workload"]]
+    named = new_points[new_points["name"] == point["name"]]
     if named.empty:
-        method = point["name"].partition(":")[0]
-        own, theirs = (side[side["name"].str.split(":").str[0] == method] for side in (own, theirs))
-        named = theirs if len(own) == len(theirs) == 1 else named
+        baseline_points = _of_method(point, points[points["workload"] == point["workload"]])
+        new_points = _of_method(point, new_points)
+        named = new_points if len(baseline_points) == len(new_points) == 1 else named
     for dropped in range(len(SETTING) + 1):
         keys = SETTING[dropped:]
         alike = [all(other[key] == point[key] for key in keys) for _, other in named.iterrows()]
         if any(alike):
             return list(named[alike]["repeats"].iloc[-1])
     return None
+
+
+def _of_method(point: pd.Series, points: pd.DataFrame) -> pd.DataFrame:
+    """Return those points that have the method of `point`; a point's name is METHOD:options."""
+    return points[points["name"].str.split(":").str[0] == point["name"].partition(":")[0]]
 
 
 def hold(new: Sequence[Record], old: Sequence[Record]) -> Held:
@@ -128,8 +133,8 @@ def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
     # A method promises the reference's bits only on the same commit and machine, so do not ask for another commit's
     # bits.
     gates = [
-        judge(dataclasses.replace(ours, bit_exact=False), theirs)
-        for ours, theirs in zip(new.models(), old.models(), strict=True)
+        judge(dataclasses.replace(new_model, bit_exact=False), old_model)
+        for new_model, old_model in zip(new.models(), old.models(), strict=True)
     ]
     gate = together(gates)
     return {"exact": SAME_BITS, "tolerance": SAME, "failed": OTHERWISE}.get(gate.verdict, UNKNOWN), gate.text
@@ -154,8 +159,8 @@ def show(one: Held, as_json: bool) -> None:
     if speed.ratio is None:
         print(f"  speed {NONE}: {speed.why}")
     else:
-        told = "cannot tell which is faster" if speed.verdict == ALIKE else speed.verdict
-        print(f"  {told}: {speed.ratio.text} times the baseline's samples/s ({speed.why})")
-    for name, (ours, theirs) in data["differs"].items():
+        speed_text = "cannot tell which is faster" if speed.verdict == ALIKE else speed.verdict
+        print(f"  {speed_text}: {speed.ratio.text} times the baseline's samples/s ({speed.why})")
+    for name, (new_value, old_value) in data["differs"].items():
         if name in TOLD:
-            print(f"  differs: {name}: {ours} | {theirs}")
+            print(f"  differs: {name}: {new_value} | {old_value}")

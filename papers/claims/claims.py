@@ -48,12 +48,12 @@ def one_of(choices: Collection) -> AfterValidator:
     return expect(f"one of {', '.join(map(str, choices))}", choices.__contains__)
 
 
-def one_of_those(there: Callable[[], Collection]) -> AfterValidator:
+def one_of_those(current: Callable[[], Collection]) -> AfterValidator:
     """Return a check that a value is one of the choices that exist when a claims file is read: added folders may bring
     further choices."""
 
     def check(value: Any) -> Any:
-        if value not in (choices := there()):
+        if value not in (choices := current()):
             raise ValueError(f"expected one of {', '.join(map(str, choices))}, got {value!r:.80}")
         return value
 
@@ -101,8 +101,8 @@ class Point:
 
     @model_validator(mode="before")
     @classmethod
-    def _of_a_name(cls, given: Any) -> Any:
-        return {"method": given} if isinstance(given, str) else given
+    def _of_a_name(cls, value: Any) -> Any:
+        return {"method": value} if isinstance(value, str) else value
 
     def __str__(self) -> str:
         size = f" at {counted(self.num_layers, 'layer')}" if self.num_layers else ""
@@ -110,7 +110,7 @@ class Point:
         return f"{self.method}{size}" + (f", window {self.window_size}" if self.window_size else "") + series
 
 
-AS_LIST = BeforeValidator(lambda given: given if isinstance(given, list | tuple) else [given])
+AS_LIST = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value])
 Group = Annotated[tuple[Point, ...], AS_LIST]
 
 
@@ -281,12 +281,12 @@ def _claim(path: Path, number: int, item: Any) -> Claim:
         kind, common = item.get("kind"), {key: item[key] for key in COMMON & set(item)}
         if not isinstance(kind, str) or kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r:.80}")
-        own = {key: value for key, value in item.items() if key not in COMMON | {"kind"}}
+        fields = {key: value for key, value in item.items() if key not in COMMON | {"kind"}}
         known = [field.name for field in dataclasses.fields(KINDS[kind])]
-        unknown = own.keys() - set(known)
+        unknown = fields.keys() - set(known)
         if unknown:
             raise ValueError(f"{min(unknown)!r}: expected one of the fields {', '.join(known)}")
-        return checked(Claim, common | {"expected": checked(KINDS[kind], own)})
+        return checked(Claim, common | {"expected": checked(KINDS[kind], fields)})
     except ValueError as error:
         raise ValueError(f"{path}: claim {name}: {' '.join(str(error).split())}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import shlex
@@ -66,15 +67,15 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
     not possible."""
     # each folder is read only once, so complaints about its files come only once
     read = functools.cache(records_of)
-    found, complaints = pairs(select(a, results, read), select(b, results, read))
-    made = [compare(*pair) for pair in found]
+    point_pairs, complaints = pairs(select(a, results, read), select(b, results, read))
+    comparisons = [compare(*pair) for pair in point_pairs]
     folders = folder_of(a, results), folder_of(b, results)
-    has_several = len({machine_of(repeats[-1]) for pair in found for repeats in pair}) > 1
-    for one in made:
+    has_several = len({machine_of(repeats[-1]) for pair in point_pairs for repeats in pair}) > 1
+    for one in comparisons:
         show(one, as_json, folders, has_several)
     for complaint in complaints:
         print(json.dumps({"verdict": NONE, "why": complaint}) if as_json else f"{NONE}: {complaint}")
-    return not complaints and all(one.ratio is not None for one in made)
+    return not complaints and all(one.ratio is not None for one in comparisons)
 
 
 def folder_of(text: str, results: Path) -> Path:
@@ -91,71 +92,69 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
     if path.is_file():
         return _repeats(points.record_frame([Record.read(path)]))
     folders = [path] if path.is_dir() else [results, *added_folders(results)]
-    found = points.record_frame([record for folder in folders for record in read(folder)])
+    recorded = points.record_frame([record for folder in folders for record in read(folder)])
     if path.is_dir():
-        if found.empty:
+        if recorded.empty:
             raise ValueError(f"no record of a run in {path}: try a folder of results, a record or a method")
-        return _repeats(found)
-    if COMMIT.fullmatch(text) and text not in set(found["method"]):
-        return _of_commit(text, found, results)
+        return _repeats(recorded)
+    if COMMIT.fullmatch(text) and text not in set(recorded["method"]):
+        return _of_commit(text, recorded, results)
     name, _, wanted = text.partition(":")
-    own = found[found["method"] == name]
-    if own.empty:
-        there = ", ".join(sorted(found["method"].unique())) or "nothing"
+    runs = recorded[recorded["method"] == name]
+    if runs.empty:
+        names = ", ".join(sorted(recorded["method"].unique())) or "nothing"
         raise ValueError(
-            f"expected a file, a folder or a method recorded in {results} ({there}), got {text!r}; run it first, or try"
+            f"expected a file, a folder or a method recorded in {results} ({names}), got {text!r}; run it first, or try"
             " another folder with --results"
         )
     parts = [part.partition("=") for part in wanted.split(",") if part]
     if not all(option and equals for option, equals, _ in parts):
         raise ValueError(f"expected METHOD:name=value,name=value, got {wanted!r} after the colon")
-    told = [{**record.job.options, **vars(record.job.workload)} for record in own[points.RECORD]]
-    chosen = own[
+    settings = [{**record.job.options, **vars(record.job.workload)} for record in runs[points.RECORD]]
+    wanted = {option: value.lower() for option, _, value in parts}
+    chosen = runs[
         [
-            all(
-                option in values and str(values[option]).lower() == value.lower()
-                for option, _, value in parts
-            )
-            for values in told
+            all(str(values.get(option, "")).lower() == value for option, value in wanted.items())
+            for values in settings
         ]
     ]
     if chosen.empty:
-        there = "; ".join(sorted({_options_text(record) or "no options" for record in own[points.RECORD]}))
-        raise ValueError(f"no record of {text!r} in {results}: {name} was run with {there}")
+        known = "; ".join(sorted({_options_text(record) or "no options" for record in runs[points.RECORD]}))
+        raise ValueError(f"no record of {text!r} in {results}: {name} was run with {known}")
     return _repeats(chosen)
 
 
-def _of_commit(text: str, found: pd.DataFrame, results: Path) -> pd.DataFrame:
+def _of_commit(text: str, recorded: pd.DataFrame, results: Path) -> pd.DataFrame:
     """Return the runs of the commit that the text names. A + at its end selects the runs of a checkout with further
     changes; without a +, the runs of the unchanged commit are selected. Raises ValueError unless exactly one recorded
     commit begins with the text."""
-    commits = found["commit"].fillna("").astype(str)
+    commits = recorded["commit"].fillna("").astype(str)
     wanted = commits.map(lambda commit: _is_commit(text, commit))
     if commits[wanted].nunique() != 1:
-        there = ", ".join(dict.fromkeys(each for each in commits if each)) or "none"
-        raise ValueError(f"expected the start of one commit recorded in {results} ({there}), got {text!r}")
-    return _repeats(found[wanted])
+        known = ", ".join(dict.fromkeys(commit for commit in commits if commit)) or "none"
+        raise ValueError(f"expected the start of one commit recorded in {results} ({known}), got {text!r}")
+    return _repeats(recorded[wanted])
 
 
 def _is_commit(text: str, recorded: str) -> bool:
     """True if both texts name the same commit: the digits of one begin with the digits of the other (records hold 12),
     and either both texts end with + or neither does."""
-    asked, there = text.removesuffix("+"), recorded.removesuffix("+")
-    alike = bool(there) and (there.startswith(asked) or asked.startswith(there))
+    wanted, digits = text.removesuffix("+"), recorded.removesuffix("+")
+    alike = bool(digits) and (digits.startswith(wanted) or wanted.startswith(digits))
     return alike and text.endswith("+") == recorded.endswith("+")
 
 
-def _repeats(found: pd.DataFrame) -> pd.DataFrame:
+def _repeats(recorded: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each point (name, workload and setting), in the order of the points' last runs. The column
     `repeats` has the records that share the point's newest key. Interrupted records are left out if the point has other
     records."""
-    jobs = [record.job for record in found[points.RECORD]]
-    told = found.assign(
-        name=found["method"] + ":" + found[points.RECORD].map(_options_text),
+    jobs = [record.job for record in recorded[points.RECORD]]
+    runs = recorded.assign(
+        name=recorded["method"] + ":" + recorded[points.RECORD].map(_options_text),
         workload=[job.workload for job in jobs],
         budget=[dataclasses.replace(job.budget, seconds=None) for job in jobs],
     )
-    newest_first = told[::-1].groupby(["name", "workload", *SETTING], sort=False)[points.RECORD].agg(list)
+    newest_first = runs[::-1].groupby(["name", "workload", *SETTING], sort=False)[points.RECORD].agg(list)
     return newest_first.map(_of_newest_key).rename("repeats")[::-1].reset_index()
 
 
@@ -170,24 +169,26 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
     The two points of a pair have the same workload, setting and name. Their names may differ if each side has only one
     point.
     """
-    found: list[Pair] = []
+    point_pairs: list[Pair] = []
     complaints: list[str] = []
-    theirs_of = dict(list(b.groupby("workload", sort=False)))
-    for load, own in a.groupby("workload", sort=False):
-        for ours, theirs in _in_same_setting(own, theirs_of[load]) if load in theirs_of else ():
-            both = ours.merge(theirs, on="name")
+    b_by_workload = dict(list(b.groupby("workload", sort=False)))
+    for workload, a_points in a.groupby("workload", sort=False):
+        if workload not in b_by_workload:
+            continue
+        for a_side, b_side in _in_same_setting(a_points, b_by_workload[workload]):
+            both = a_side.merge(b_side, on="name")
             if both.empty:
-                ours, theirs = _with_throughput(ours), _with_throughput(theirs)
-                both = ours.merge(theirs, how="cross") if len(ours) == len(theirs) == 1 else both
-            found += zip(both["repeats_x"], both["repeats_y"], strict=True)
+                a_side, b_side = _with_throughput(a_side), _with_throughput(b_side)
+                both = a_side.merge(b_side, how="cross") if len(a_side) == len(b_side) == 1 else both
+            point_pairs += zip(both["repeats_x"], both["repeats_y"], strict=True)
             if both.empty:
-                choices = " or ".join((ours if len(ours) > 1 else theirs)["name"])
+                choices = " or ".join((a_side if len(a_side) > 1 else b_side)["name"])
                 complaints.append(
-                    f"{counted(load.num_layers, 'layer')}: expected one run on each side, found several: try {choices}"
+                    f"{counted(workload.num_layers, 'layer')}: expected one run on each side, found several: try {choices}"
                 )
-    if not found and not complaints:
+    if not point_pairs and not complaints:
         complaints.append(_no_common_workload(a, b))
-    return found, complaints
+    return point_pairs, complaints
 
 
 def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
@@ -195,12 +196,12 @@ def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFram
     have the same name, only the newest is kept."""
     for dropped in range(len(SETTING) + 1):
         keys = ["workload", *SETTING[dropped:]]
-        ours, theirs = (
+        a_points, b_points = (
             dict(list(side.drop_duplicates([*keys, "name"], keep="last").groupby(keys, sort=False)))
             for side in (a, b)
         )
-        if ours.keys() & theirs.keys():
-            return [(ours[setting], theirs[setting]) for setting in ours if setting in theirs]
+        if a_points.keys() & b_points.keys():
+            return [(a_points[setting], b_points[setting]) for setting in a_points if setting in b_points]
     return []
 
 
@@ -245,36 +246,39 @@ def compare(a: list[Record], b: list[Record], names: tuple[str, str] = ("A", "B"
 def differences(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
     """Return both records' values of each field in which the records differ, by the field's dotted name. Only the
     fields in CONTEXT are compared."""
-    data = a.to_dict(), b.to_dict()
-    return _differing(*(_flat("", {name: each[name] for name in CONTEXT}) for each in data))
+    a_fields, b_fields = a.to_dict(), b.to_dict()
+    return _differing(
+        _flat("", {name: a_fields[name] for name in CONTEXT}),
+        _flat("", {name: b_fields[name] for name in CONTEXT}),
+    )
 
 
-def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return {name: (ours.get(name), theirs.get(name)) for name in names}
+def _differing(a_values: dict[str, Any], b_values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    names = [name for name in {**a_values, **b_values} if a_values.get(name) != b_values.get(name)]
+    return {name: (a_values.get(name), b_values.get(name)) for name in names}
 
 
 def side(repeats: list[Record]) -> dict[str, Any]:
     """Return one side of a comparison with its measurement, as JSON values."""
-    made, newest = row_of(METRIC, repeats), repeats[-1]
-    shown = made if made.valid else None
+    row, newest = row_of(METRIC, repeats), repeats[-1]
+    shown = row if row.valid else None
     return {
-        "method": made.method,
+        "method": row.method,
         "options": newest.job.options,
-        "num_layers": made.num_layers,
-        "hidden_size": made.hidden_size,
+        "num_layers": row.num_layers,
+        "hidden_size": row.hidden_size,
         "device": newest.job.device,
         "budget": dataclasses.asdict(newest.job.budget),
-        "machine": made.machine,
+        "machine": row.machine,
         "num_runs": len(repeats),
-        "status": made.status,
+        "status": row.status,
         "gate": newest.gate.verdict,
         "gate_text": newest.gate.text,
         "samples_per_second": shown and shown.value,
         "low": shown and shown.low,
         "high": shown and shown.high,
-        "doubts": list(made.inconclusive),
-        "keys": list(made.keys),
+        "doubts": list(row.inconclusive),
+        "keys": list(row.keys),
     }
 
 
@@ -300,8 +304,8 @@ def show(
             print(f"  to narrow it, measure again: {again(repeats[-1], is_short=True)} --rerun{where}")
     else:
         print(f"A is {comparison.verdict}: {comparison.ratio.text} times B's samples/s ({comparison.why})")
-    for name, (ours, theirs) in data["differs"].items():
-        print(f"  differs: {name}: {_shown(ours)} | {_shown(theirs)}")
+    for name, (a_value, b_value) in data["differs"].items():
+        print(f"  differs: {name}: {_shown(a_value)} | {_shown(b_value)}")
 
 
 def side_text(one: dict[str, Any]) -> str:
@@ -321,18 +325,24 @@ def side_text(one: dict[str, Any]) -> str:
 
 def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:
     """Find the two most similar workloads, one of each side, and return the fields in which they differ, as text."""
-    different = [_differing(vars(ours), vars(theirs)) for ours in a["workload"] for theirs in b["workload"]]
-    told = ", ".join(f"{name} {ours} | {theirs}" for name, (ours, theirs) in min(different, key=len).items())
-    nearest = ", of the two nearest" if len(different) > 1 else ""
-    return f"different workloads: {told}{nearest}; run both alike"
+    pairs = itertools.product(a["workload"], b["workload"])
+    differences_of_pairs = [
+        _differing(vars(a_workload), vars(b_workload)) for a_workload, b_workload in pairs
+    ]
+    fewest = min(differences_of_pairs, key=len)
+    differing = ", ".join(f"{name} {a_value} | {b_value}" for name, (a_value, b_value) in fewest.items())
+    nearest = ", of the two nearest" if len(differences_of_pairs) > 1 else ""
+    return f"different workloads: {differing}{nearest}; run both alike"
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
     """Return the values in a nested mapping, by their dotted names."""
     if not isinstance(value, dict):
         return {name: value}
-    inner = (_flat(f"{name}.{key}".lstrip("."), each) for key, each in value.items())
-    return {dotted: each for part in inner for dotted, each in part.items()}
+    values = {}
+    for key, inner in value.items():
+        values |= _flat(f"{name}.{key}".lstrip("."), inner)
+    return values
 
 
 def _options_text(record: Record) -> str:

@@ -25,9 +25,9 @@ def examine(expected: Expected, rows: list[FigureRow]) -> Answer:
         case Order():
             return _order(expected, rows)
         case Ratio():
-            found = ratio(*rows)
-            seen = f"{value_text(rows[0])} / {value_text(rows[1])} = {found.text}"
-            return Answer(_decide(found.low, found.high, *expected.bounds), seen, found.how)
+            interval = ratio(*rows)
+            seen = f"{value_text(rows[0])} / {value_text(rows[1])} = {interval.text}"
+            return Answer(_decide(interval.low, interval.high, *expected.bounds), seen, interval.how)
         case Value():
             return _value(expected, rows[0])
         case Shape():
@@ -67,10 +67,10 @@ def _order(expected: Order, rows: list[FigureRow]) -> Answer:
     numbers, notes = [], []
     for upper, lower in zip(expected.points, expected.points[1:], strict=False):
         for first, second in ((first, second) for first in upper for second in lower):
-            found = ratio(by_point[first], by_point[second])
-            numbers.append(_decide(found.low, found.high, math.nextafter(1, 2), math.inf))
+            interval = ratio(by_point[first], by_point[second])
+            numbers.append(_decide(interval.low, interval.high, math.nextafter(1, 2), math.inf))
             if numbers[-1] != HOLD:
-                notes.append(f"{first} / {second} is {found.text}: {found.how}")
+                notes.append(f"{first} / {second} is {interval.text}: {interval.how}")
     seen = ", ".join(f"{point} {value_text(row)}" for point, row in by_point.items())
     return Answer(next((one for one in (BROKEN, OPEN) if one in numbers), HOLD), seen, shortened(notes))
 

@@ -14,8 +14,8 @@ COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "re
 
 def rows(records: list[Record]) -> list[dict[str, str]]:
     """Return one row for each combination of method, options and dtype, from the newest record that trained."""
-    found, alike = points.record_frame(records), ["method", "options", "dtype"]
-    trained = found[(found["status"] == "ok") & (found["origin"] == "run")]
+    frame, alike = points.record_frame(records), ["method", "options", "dtype"]
+    trained = frame[(frame["status"] == "ok") & (frame["origin"] == "run")]
     newest = trained.drop_duplicates(alike, keep="last").sort_values(alike)
     return [
         {
@@ -53,27 +53,27 @@ def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
     if table.empty:
         return []
     method = table["method"].str.partition(" (")[0]
-    found = []
+    rows = []
     for aspect in table.columns.drop("method"):
         varies = table.groupby(method)[aspect].transform("nunique") > 1
         for answer, names in method.mask(varies, table["method"]).groupby(table[aspect], sort=False):
             if answer != UNSAID:
                 who = f"all {len(table)}" if len(names) == len(table) else ", ".join(names.unique())
-                found.append({"what": aspect, "answer": str(answer), "methods": who})
+                rows.append({"what": aspect, "answer": str(answer), "methods": who})
     unsaid = (table == UNSAID).any(axis=1)
     if unsaid.any():
-        told = {"what": "what is not said", "answer": "a method tells it by describe()"}
-        found.append({**told, "methods": ", ".join(method[unsaid].unique())})
-    return found
+        row = {"what": "what is not said", "answer": "a method tells it by describe()"}
+        rows.append({**row, "methods": ", ".join(method[unsaid].unique())})
+    return rows
 
 
 def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
     """Return the table as lines of text: each column's name as a heading, followed by its answers."""
-    found: list[str] = []
-    for told in answers(table_rows):
-        found += [told["what"]] * (told["what"] not in found)
-        found += _wrapped(f"{told['answer']}: {told['methods']}", width)
-    return found
+    texts: list[str] = []
+    for row in answers(table_rows):
+        texts += [row["what"]] * (row["what"] not in texts)
+        texts += _wrapped(f"{row['answer']}: {row['methods']}", width)
+    return texts
 
 
 def _wrapped(text: str, width: int) -> list[str]:

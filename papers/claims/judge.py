@@ -66,24 +66,24 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
     tables = {
         profile: [row for row in rows if row.metric == claim.metric] for profile, rows in tables.items()
     }
-    found: dict[str, list[FigureRow]] = {}
+    rows_by_profile: dict[str, list[FigureRow]] = {}
     missing = ""
     for profile, rows in tables.items():
         try:
-            found[profile] = _choose(claim, rows)
+            rows_by_profile[profile] = _choose(claim, rows)
         except LookupError as error:
             # a table without rows lacks every row, so its error would tell nothing
             missing = missing or (str(error) if rows else "")
     judged = [
         _judge(claim, profile, rows)
-        for profile, rows in found.items()
+        for profile, rows in rows_by_profile.items()
         if all(is_there(claim, r) for r in rows)
     ]
     if judged:
         decided = (finding for finding in judged if finding.verdict not in (NOT_TESTED, SIMULATED))
         return next(decided, judged[0])
-    if found:
-        profile, chosen = next(iter(found.items()))
+    if rows_by_profile:
+        profile, chosen = next(iter(rows_by_profile.items()))
         row = next(row for row in chosen if not is_there(claim, row))
         nameless = "an unnamed machine" + ("" if row.origin == "run" else "; try --machine NAME")
         note = f"said of {' and '.join(claim.machines)}; measured on {row.machine or nameless}"
@@ -102,9 +102,11 @@ def _untrained_point(claim: Claim, tables: dict[str, list[FigureRow]], is_there:
     Return the point's rows; empty if there is no such point."""
     for rows in tables.values():
         for point in claim.expected.named:
-            found = _matching(point, rows)
-            if found and all(_is_decided(row) and not row.valid and is_there(claim, row) for row in found):
-                return found
+            matches = _matching(point, rows)
+            if matches and all(
+                _is_decided(row) and not row.valid and is_there(claim, row) for row in matches
+            ):
+                return matches
     return []
 
 
@@ -158,32 +160,36 @@ def _of_one_size(points: Sequence[Point], rows: list[FigureRow]) -> list[FigureR
     """Return the rows of one size, because speeds at different sizes are not compared. The size is the largest at which
     all points trained; if there is none, the largest at which all points have rows. Raises LookupError if there is no
     such size."""
-    found = [_matching(point, rows) for point in points]
-    sizes = [{(row.hidden_size, row.num_layers) for row in own} for own in found]
-    trained = [
-        {(row.hidden_size, row.num_layers) for row in own if row.valid and row.has_number} for own in found
-    ]
-    common = set.intersection(*trained) or set.intersection(*sizes)
+    matches = [_matching(point, rows) for point in points]
+    trained = [[row for row in point_rows if row.valid and row.has_number] for point_rows in matches]
+    common = _common_sizes(trained) or _common_sizes(matches)
     if not common:
-        lacking = next((str(point) for point, own in zip(points, sizes, strict=True) if not own), "")
+        lacking = next(
+            (str(point) for point, point_rows in zip(points, matches, strict=True) if not point_rows), ""
+        )
         raise LookupError(f"no row of {lacking}" if lacking else "no size that all of its methods have")
     size = max(common, key=lambda pair: (pair[0] ** 2 * pair[1], pair))
     return [row for row in rows if (row.hidden_size, row.num_layers) == size]
 
 
+def _common_sizes(groups: list[list[FigureRow]]) -> set[tuple[int, int]]:
+    """Return the sizes, as hidden size and number of layers, that occur in every group of rows."""
+    return set.intersection(*({(row.hidden_size, row.num_layers) for row in group} for group in groups))
+
+
 def _one(point: Point, rows: list[FigureRow]) -> FigureRow:
-    found = _matching(point, rows)
-    if not found:
+    matches = _matching(point, rows)
+    if not matches:
         raise LookupError(f"no row of {point}")
-    if found[0].metric in COUNTED:  # the largest size that ran; if none ran, the largest that was tried
-        return max(found, key=lambda row: (row.status == "ok", row.value or 0))
-    if len(found) > 1:
-        raise LookupError(f"{len(found)} rows of {point}: {shortened([label(row) for row in found])}")
-    return found[0]
+    if matches[0].metric in COUNTED:  # the largest size that ran; if none ran, the largest that was tried
+        return max(matches, key=lambda row: (row.status == "ok", row.value or 0))
+    if len(matches) > 1:
+        raise LookupError(f"{len(matches)} rows of {point}: {shortened([label(row) for row in matches])}")
+    return matches[0]
 
 
 def _matching(point: Point, rows: list[FigureRow]) -> list[FigureRow]:
-    found = [
+    matches = [
         row
         for row in rows
         if (row.method, row.series) == (point.method, point.series)
@@ -192,26 +198,26 @@ def _matching(point: Point, rows: list[FigureRow]) -> list[FigureRow]:
         and (not isinstance(point.window_size, int) or point.window_size == row.window_size)
     ]
     if not isinstance(point.window_size, str):
-        return found
-    windows = {row.window_size for row in found if row.window_size is not None}
+        return matches
+    windows = {row.window_size for row in matches if row.window_size is not None}
     extreme = max if point.window_size == "largest" else min
-    return [row for row in found if row.window_size == extreme(windows)] if len(windows) > 1 else []
+    return [row for row in matches if row.window_size == extreme(windows)] if len(windows) > 1 else []
 
 
 def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
     """Return one row for each value on the shape's axis, in ascending order. Raises LookupError if there are too few
     rows, or rows of several series."""
-    found = [row for row in _matching(shape.of, rows) if getattr(row, shape.against) is not None]
-    found.sort(key=lambda row: getattr(row, shape.against))
-    num_places = len({getattr(row, shape.against) for row in found})
+    matches = [row for row in _matching(shape.of, rows) if getattr(row, shape.against) is not None]
+    matches.sort(key=lambda row: getattr(row, shape.against))
+    num_places = len({getattr(row, shape.against) for row in matches})
     if num_places < shape.fewest:
         raise LookupError(
             f"{num_places} of at least {shape.fewest} points of {shape.of} along {shape.against}"
         )
-    others = {(row.hidden_size, None if shape.against == "num_layers" else row.num_layers) for row in found}
-    if len(found) > num_places or len(others) > 1:
-        raise LookupError(f"rows of several series: {shortened([label(row) for row in found])}")
-    return found
+    others = {(row.hidden_size, None if shape.against == "num_layers" else row.num_layers) for row in matches}
+    if len(matches) > num_places or len(others) > 1:
+        raise LookupError(f"rows of several series: {shortened([label(row) for row in matches])}")
+    return matches
 
 
 def holds_there(claim: Claim, row: FigureRow, is_emulated: bool = False) -> bool:

@@ -64,26 +64,28 @@ def _imported(number: int, records: Sequence[Record]) -> list[FigureRow]:
     """Return the rows of imported logs for those points that the original published in this case."""
     rows = []
     for point in case.published(number):
-        there = (point.method, point.num_layers, point.hidden_size)
-        found = [
+        size = (point.method, point.num_layers, point.hidden_size)
+        matches = [
             record
             for record in records
             if record.origin == IMPORTED
-            and (record.job.method, record.job.workload.num_layers, record.job.workload.hidden_size) == there
+            and (record.job.method, record.job.workload.num_layers, record.job.workload.hidden_size) == size
             and point.window_size in (None, record.job.options.get("window_size"))
         ]
-        if found:
-            rows.append(row_of(point.metric, of_newest_key(found)))
+        if matches:
+            rows.append(row_of(point.metric, of_newest_key(matches)))
     return rows
 
 
 def findings(results: Path, against: str | None, machine: str | None, *places: Path) -> list[Finding]:
     """Return a finding for each claim, in the order of the claims files. Raises ValueError if the records are of
     several machines."""
-    told = claims.load(*places)
+    all_claims = claims.load(*places)
     if against == PUBLISHED:
-        tables = {number: {PUBLISHED: case.published(number)} for number in {claim.case for claim in told}}
-        return [judge.judge(claim, tables[claim.case], judge.holds_there) for claim in told]
+        tables = {
+            number: {PUBLISHED: case.published(number)} for number in {claim.case for claim in all_claims}
+        }
+        return [judge.judge(claim, tables[claim.case], judge.holds_there) for claim in all_claims]
     records = of_one_machine(records_of(results), machine)
     logs = sum(record.origin == IMPORTED for record in records)
     if 0 < logs < len(records):
@@ -97,37 +99,37 @@ def findings(results: Path, against: str | None, machine: str | None, *places: P
     def is_there(claim: Claim, row: FigureRow) -> bool:
         return judge.holds_there(claim, row, bool(row.keys) and emulated.issuperset(row.keys))
 
-    tables = {number: rows_of(number, records) for number in {claim.case for claim in told}}
+    tables = {number: rows_of(number, records) for number in {claim.case for claim in all_claims}}
     if machine:  # the original's logs name no machine: take them to be of the machine that --machine names
         for rows in (rows for profiles in tables.values() for rows in profiles.values()):
             rows[:] = [row if row.machine else dataclasses.replace(row, machine=machine) for row in rows]
-    return [judge.judge(claim, tables[claim.case], is_there) for claim in told]
+    return [judge.judge(claim, tables[claim.case], is_there) for claim in all_claims]
 
 
-def is_of_logs(found: Sequence[Finding]) -> bool:
+def is_of_logs(findings: Sequence[Finding]) -> bool:
     """True if the findings rest on imported logs instead of runs of this project."""
-    return any(finding.profile == IMPORTED for finding in found)
+    return any(finding.profile == IMPORTED for finding in findings)
 
 
-def of_one_machine(records: list[Record], asked: str | None) -> list[Record]:
+def of_one_machine(records: list[Record], machine: str | None) -> list[Record]:
     """Return all imported logs, and the runs of the machine whose name contains `asked`. None: all runs, which must be
     of one machine. Raises ValueError if they are of several machines, or if no record remains."""
-    there = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
-    if asked is None and len(there) > 1:
+    machines = sorted({machine_of(record) for record in records if record.origin != IMPORTED})
+    if machine is None and len(machines) > 1:
         raise ValueError(
-            f"expected runs of one machine, got runs of {len(there)}: try --machine with one of {there}"
+            f"expected runs of one machine, got runs of {len(machines)}: try --machine with one of {machines}"
         )
-    is_paper = asked == claims.PAPER_MACHINE
+    is_paper = machine == claims.PAPER_MACHINE
     chosen = [
         record
         for record in records
         if record.origin == IMPORTED
-        or (asked or "").lower() in machine_of(record).lower()
+        or (machine or "").lower() in machine_of(record).lower()
         or (is_paper and (_has_paper_budget(record) or "v100" in machine_of(record).lower()))
     ]
     if records and not chosen:
         raise ValueError(
-            f"no record of machine {asked!r}: try --machine with one of {there}, or a part of its name"
+            f"no record of machine {machine!r}: try --machine with one of {machines}, or a part of its name"
         )
     return chosen
 
@@ -137,16 +139,16 @@ def _has_paper_budget(record: Record) -> bool:
     return (budget.device_bytes, budget.host_bytes) == (papers.device_bytes, papers.host_bytes)
 
 
-def failed(found: list[Finding]) -> bool:
-    return any(finding.verdict in judge.BAD for finding in found)
+def failed(findings: list[Finding]) -> bool:
+    return any(finding.verdict in judge.BAD for finding in findings)
 
 
-def show(found: list[Finding], as_json: bool) -> None:
+def show(findings: list[Finding], as_json: bool) -> None:
     if as_json:
-        for finding in found:
+        for finding in findings:
             print(json.dumps(finding.to_dict()))
         return
-    of_logs = is_of_logs(found)
+    of_logs = is_of_logs(findings)
     widths = {
         "claim": 27,
         "verdict": 19,
@@ -155,8 +157,8 @@ def show(found: list[Finding], as_json: bool) -> None:
         "rests on, and why": 70,
     }
     title = "Judged by imported logs: nothing of this was measured here" if of_logs else None
-    print_table(list(widths), map(_cells, found), title, widths=widths, has_lines=True)
-    for line in closing_lines(found):
+    print_table(list(widths), map(_cells, findings), title, widths=widths, has_lines=True)
+    for line in closing_lines(findings):
         print(line)
 
 
@@ -178,14 +180,18 @@ def _grounds(finding: Finding) -> str:
     return f"{text} ({finding.profile})" + (f"\n{finding.note}" if finding.note else "")
 
 
-def closing_lines(found: list[Finding]) -> list[str]:
+def closing_lines(findings: list[Finding]) -> list[str]:
     """Return a line for each verdict that occurs, with its claims. Claims that rest on runs that did not train have
     lines of their own, one for each verdict that their numbers alone would give."""
     untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
     groups: dict[str, list[str]] = {
-        told: [] for told in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))
+        heading: [] for heading in (*VERDICTS, *map(untrained.format, NUMBERS_WORDS.values()))
     }
-    for one in found:
-        alone = untrained.format(NUMBERS_WORDS[one.numbers])
-        groups[alone if one.is_untrained else one.verdict].append(one.claim.id)
-    return [f"{told}: {len(own)} of {len(found)}: {', '.join(own)}" for told, own in groups.items() if own]
+    for finding in findings:
+        by_numbers = untrained.format(NUMBERS_WORDS[finding.numbers])
+        groups[by_numbers if finding.is_untrained else finding.verdict].append(finding.claim.id)
+    return [
+        f"{heading}: {len(identifiers)} of {len(findings)}: {', '.join(identifiers)}"
+        for heading, identifiers in groups.items()
+        if identifiers
+    ]
