@@ -111,17 +111,15 @@ def select(text: str, results: Path, read: Callable[[Path], list[Record]] = reco
     if not all(option and equals for option, equals, _ in parts):
         raise ValueError(f"expected METHOD:name=value,name=value, got {wanted!r} after the colon")
     settings = [{**record.job.options, **vars(record.job.workload)} for record in runs[points.RECORD]]
-    wanted = {option: value.lower() for option, _, value in parts}
-    chosen = runs[
-        [
-            all(str(values.get(option, "")).lower() == value for option, value in wanted.items())
-            for values in settings
-        ]
-    ]
+    chosen = runs[[all(_has(values, option, value) for option, _, value in parts) for values in settings]]
     if chosen.empty:
         known = "; ".join(sorted({_options_text(record) or "no options" for record in runs[points.RECORD]}))
         raise ValueError(f"no record of {text!r} in {results}: {name} was run with {known}")
     return _repeats(chosen)
+
+
+def _has(values: dict[str, Any], option: str, value: str) -> bool:
+    return option in values and str(values[option]).lower() == value.lower()
 
 
 def _of_commit(text: str, recorded: pd.DataFrame, results: Path) -> pd.DataFrame:
@@ -184,7 +182,8 @@ def pairs(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[Pair], list[str]]:
             if both.empty:
                 choices = " or ".join((a_side if len(a_side) > 1 else b_side)["name"])
                 complaints.append(
-                    f"{counted(workload.num_layers, 'layer')}: expected one run on each side, found several: try {choices}"
+                    f"{counted(workload.num_layers, 'layer')}: expected one run on each side, found several: try"
+                    f" {choices}"
                 )
     if not point_pairs and not complaints:
         complaints.append(_no_common_workload(a, b))
@@ -339,7 +338,7 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
     """Return the values in a nested mapping, by their dotted names."""
     if not isinstance(value, dict):
         return {name: value}
-    values = {}
+    values: dict[str, Any] = {}
     for key, inner in value.items():
         values |= _flat(f"{name}.{key}".lstrip("."), inner)
     return values

@@ -109,8 +109,8 @@ class Cases(FileRegistry[int]):
 
 
 def _number(stem: str) -> int | None:
-    found = re.fullmatch(r"case(\d{1,6})", stem)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"case(\d{1,6})", stem)
+    return int(match[1]) if match else None
 
 
 REGISTRY = Cases("case", "cases", _number)
@@ -127,26 +127,26 @@ def numbers_of_all() -> list[int]:
 
 def call(number: int, profile_name: str = "") -> str:
     """Return the command that runs a case; with --cases, if the case's file is not in cases/."""
-    words = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
+    command = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
     folder = REGISTRY.files()[number].parent
-    return words if folder == REGISTRY.project else f"{words} --cases {shlex.quote(str(folder))}"
+    return command if folder == REGISTRY.project else f"{command} --cases {shlex.quote(str(folder))}"
 
 
 def load(number: int) -> Case:
     """Return the case with this number. Raises ValueError if its file does not load, or if metric, methods or jobs() is
     missing."""
     path = REGISTRY.files()[number]
-    found: type[Case] | None = REGISTRY.class_in(path, Case)
-    if found is None:
+    case_class: type[Case] | None = REGISTRY.class_in(path, Case)
+    if case_class is None:
         raise ValueError(
             f"{path} must hold one class of papers.figures.case.Case with jobs(); see CONTRIBUTING.md"
         )
-    if found.metric not in [*METRICS]:
-        raise ValueError(f"{path}: metric: expected one of {', '.join(METRICS)}, got {found.metric!r}")
-    if not found.methods:
+    if case_class.metric not in [*METRICS]:
+        raise ValueError(f"{path}: metric: expected one of {', '.join(METRICS)}, got {case_class.metric!r}")
+    if not case_class.methods:
         raise ValueError(f"{path}: methods: expected names of methods, got none")
     with errors_of(path, "__init__()"):
-        return found()
+        return case_class()
 
 
 def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> CaseProfile:
@@ -172,13 +172,18 @@ def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) ->
 
 def any_of(number: int, used: CaseProfile, records: Sequence[Record]) -> bool:
     """True if one of the records is a run of this case in this profile."""
-    its = load(number).profiles(used)
-    return any(record.origin == "run" and each.is_of(record.job) for record in records for each in its)
+    profiles = load(number).profiles(used)
+    return any(_is_run_of(profiles, record) for record in records)
+
+
+def _is_run_of(profiles: Sequence[CaseProfile], record: Record) -> bool:
+    return record.origin == "run" and any(profile.is_of(record.job) for profile in profiles)
 
 
 def is_of(used: CaseProfile, job: Job) -> bool:
     """True if a case has this job in this profile; the job's depth and method do not matter."""
-    return any(each.is_of(job) for number in numbers() for each in load(number).profiles(used))
+    profiles = (profile for number in numbers() for profile in load(number).profiles(used))
+    return any(profile.is_of(job) for profile in profiles)
 
 
 def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Record]:
@@ -187,20 +192,18 @@ def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Re
     If a method, by one release of its engine, has runs by its present code, its other runs are left out; if not, those
     by other code than its newest run. Raises ValueError if the runs are of several machines.
     """
-    its = load(number).profiles(used)
-    own = [
-        record for record in records if record.origin == "run" and any(each.is_of(record.job) for each in its)
-    ]
-    fresh = {points.trainer(record) for record in own if points.is_current(record)}
-    own = [record for record in own if points.trainer(record) not in fresh or points.is_current(record)]
-    own = points.of_newest_code(own)
-    machines = {machine_of(record) for record in own}
+    profiles = load(number).profiles(used)
+    runs = [record for record in records if _is_run_of(profiles, record)]
+    fresh = {points.trainer(record) for record in runs if points.is_current(record)}
+    runs = [record for record in runs if points.trainer(record) not in fresh or points.is_current(record)]
+    runs = points.of_newest_code(runs)
+    machines = {machine_of(record) for record in runs}
     if len(machines) > 1:
         raise ValueError(
             f"expected records of one machine, got {'; '.join(sorted(machines))}: try --results with a folder for each"
             " machine"
         )
-    return own
+    return runs
 
 
 def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
@@ -217,7 +220,7 @@ def published(number: int) -> list[FigureRow]:
     """
     import pandas
 
-    frame, found = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
+    frame, rows = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
     for run in frame[frame["cases"].str.split().map(lambda cases: str(number) in cases)].itertuples():
         options = {"window_size": int(run.window_size)} if run.window_size else {}
         job = Job(
@@ -235,8 +238,8 @@ def published(number: int) -> list[FigureRow]:
             step_seconds=[float(run.step_ms) / 1000],
             gate=gate,
         )
-        found.append(dataclasses.replace(row_of(load(number).metric, [record]), keys=()))
-    return found
+        rows.append(dataclasses.replace(row_of(load(number).metric, [record]), keys=()))
+    return rows
 
 
 def table(
@@ -245,17 +248,17 @@ def table(
     """Return our rows of a case, measured and simulated. `results`: the folder of the records, which may hold files
     from which a case makes further rows; None: no such rows. Raises ValueError if there is no measured row, or if the
     rows have several machines or windows."""
-    its, found = load(number), measured(number, used, records)
-    if not found:
+    its_case, rows = load(number), measured(number, used, records)
+    if not rows:
         raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")
-    windows = {row.window_size for row in found if row.status == "ok" and row.window_size}
-    if len(windows) > 1 and its.axis != "window_size":
+    windows = {row.window_size for row in rows if row.status == "ok" and row.window_size}
+    if len(windows) > 1 and its_case.axis != "window_size":
         raise ValueError(
             f"case {number}: expected runs of one window size, got {', '.join(map(str, sorted(windows)))}"
         )
     if results:
-        found = [*found, *its.beside(found, used, results)]
-    return [*found, *its.simulated(found)]
+        rows = [*rows, *its_case.beside(rows, used, results)]
+    return [*rows, *its_case.simulated(rows)]
 
 
 def table_of_any_runs(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
@@ -267,12 +270,12 @@ def table_of_any_runs(number: int, records: Sequence[Record], where: Sequence[st
     The case's pick() chooses the rows that its figure shows. If runs of a method differ in their window, cases about
     windows or largest sizes use all runs, and other cases use those with the published window.
     """
-    its = load(number)
-    if not its.picks:
+    its_case = load(number)
+    if not its_case.picks:
         raise ValueError(
             f"case {number}: expected --profile, because this case draws only its own runs; try {call(number)} first"
         )
-    results = [record for record in records if record.job.method in its.methods and record.is_result]
+    results = [record for record in records if record.job.method in its_case.methods and record.is_result]
     selected = points.chosen(results, where)
     runs = points.of_newest_code(selected)
     if num_others := len(selected) - len(runs):
@@ -280,17 +283,17 @@ def table_of_any_runs(number: int, records: Sequence[Record], where: Sequence[st
         print(f"case {number}: {others}: made by other code than their method's newest run", file=sys.stderr)
     if not runs:
         selection = f" with {' and '.join(where)}" if where else ""
-        names = ", ".join(its.methods)
+        names = ", ".join(its_case.methods)
         raise ValueError(
             f"no record of {names}{selection} in these results; try {call(number)}, or a run with -m"
         )
     facts = [points.facts(record) for record in runs]
     points.check_alike(number, {name: [fact[name] for fact in facts] for name in points.ALIKE})
-    rows = points.points(its.metric, runs)
-    is_of_one_window = its.axis != "window_size" and its.metric != "params"
+    rows = points.points(its_case.metric, runs)
+    is_of_one_window = its_case.axis != "window_size" and its_case.metric != "params"
     if is_of_one_window and any(row.window_size == PUBLISHED_WINDOW for row in rows):
         rows = [row for row in rows if row.window_size in (None, PUBLISHED_WINDOW)]
-    picked = its.pick(rows)
+    picked = its_case.pick(rows)
     if is_of_one_window:
         windows = [str(row.window_size) for row in picked if row.status == "ok" and row.window_size]
         points.check_alike(number, {"window_size": windows})

@@ -48,8 +48,8 @@ def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> 
     or the word that replaces it in the file's name."""
     import pandas
 
-    found = [*rows, *case.published(number)]
-    frame = pandas.DataFrame([vars(row) for row in found], columns=COLUMNS, dtype=object)
+    all_rows = [*rows, *case.published(number)]
+    frame = pandas.DataFrame([vars(row) for row in all_rows], columns=COLUMNS, dtype=object)
     frame["keys"] = frame["keys"].map(" ".join)
     frame["steps"] = frame["steps"].map(lambda steps: " ".join(map(str, steps)))
     frame.insert(0, "case", number)
@@ -83,20 +83,20 @@ def _csv(frame: DataFrame) -> str:
 def draw(number: int, path: Path) -> list[Path]:
     """Draw a case's figure from its CSV, into files beside the CSV; return their paths. Raises ValueError if the CSV is
     missing, is no table of this case, or has rows of several profiles or machines."""
-    found, names = read_csv(path)
-    its, metrics = case.load(number), {row.metric for row in found}
-    if not found or not (its.mixes_metrics or metrics == {its.metric}):
+    rows, names = read_csv(path)
+    its_case, metrics = case.load(number), {row.metric for row in rows}
+    if not rows or not (its_case.mixes_metrics or metrics == {its_case.metric}):
         kinds = ", ".join(sorted(metrics)) or "no row"
         raise ValueError(
-            f"{path} is no table of case {number}: expected rows of {its.metric}, got {kinds:.80}"
+            f"{path} is no table of case {number}: expected rows of {its_case.metric}, got {kinds:.80}"
         )
-    machines = {row.machine for row in found if row.origin == "run"}
+    machines = {row.machine for row in rows if row.origin == "run"}
     if len(names) > 1 or len(machines) > 1:
-        told = "; ".join(sorted(names if len(names) > 1 else machines))
+        values = "; ".join(sorted(names if len(names) > 1 else machines))
         raise ValueError(
-            f"{path}: expected rows of one profile and machine, got {told}: draw each from its own table"
+            f"{path}: expected rows of one profile and machine, got {values}: draw each from its own table"
         )
-    return plot.save(its.figure(found, f"profile {names.pop()}"), path.with_suffix(""))
+    return plot.save(its_case.figure(rows, f"profile {names.pop()}"), path.with_suffix(""))
 
 
 def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
@@ -124,10 +124,15 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
         rows = checked(list[FigureRow], [needed | line for line in lines])
         unknown = [row.method for row in rows if row.method not in method.names()]
         numbers = [
-            each for row in rows for each in (*vars(row).values(), *row.steps) if isinstance(each, float)
+            number
+            for row in rows
+            for number in (*vars(row).values(), *row.steps)
+            if isinstance(number, float)
         ]
-        odd = [each for each in numbers if not math.isfinite(each)]
-        odd += [each for row in rows for each in (row.value, *row.steps) if each is not None and each < 0]
+        odd = [number for number in numbers if not math.isfinite(number)]
+        odd += [
+            number for row in rows for number in (row.value, *row.steps) if number is not None and number < 0
+        ]
         if unknown or odd:
             raise ValueError(
                 f"expected known methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}"

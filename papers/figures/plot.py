@@ -66,24 +66,26 @@ def figure(
 
     `series`: by label in the legend, the name of a method; for the label "", the legend has the method's own label.
     """
-    ours, published = ([row for row in rows if (row.origin == "published") is side] for side in (False, True))
-    parts = [(ours, f"measured, {note}"), *([(published, "published")] if published else [])]
-    with empty(*FIGURE_INCHES) as made:
-        panels = made.subplots(1, len(parts), squeeze=False)[0]
+    measured, published = (
+        [row for row in rows if (row.origin == "published") is side] for side in (False, True)
+    )
+    parts = [(measured, f"measured, {note}"), *([(published, "published")] if published else [])]
+    with empty(*FIGURE_INCHES) as drawing:
+        panels = drawing.subplots(1, len(parts), squeeze=False)[0]
         for axes, (part, text) in zip(panels, parts, strict=True):
             axes.set_ylabel(axis_text(LABELS[metric], part))
             draw(axes, part)
             title(axes, text)
-        widths_and_clocks = [{(row.hidden_size, row.clock) for row in part} for part in (ours, published)]
-        if ours and widths_and_clocks[0] == widths_and_clocks[1]:
+        widths_and_clocks = [{(row.hidden_size, row.clock) for row in part} for part in (measured, published)]
+        if measured and widths_and_clocks[0] == widths_and_clocks[1]:
             top = max(axes.get_ylim()[1] for axes in panels)
             for axes in panels:
                 axes.set_ylim(0, top)
-        legend(made, rows, series or {}, is_line)
-        small_print(made, caption(ours, published, note))
+        legend(drawing, rows, series or {}, is_line)
+        small_print(drawing, caption(measured, published, note))
         lines = 0 if is_line else max((len(foot(row)) for row in rows), default=0)
-        made.subplots_adjust(left=0.085, right=0.99, top=0.84, bottom=0.31 + 0.024 * lines, wspace=0.2)
-    return made
+        drawing.subplots_adjust(left=0.085, right=0.99, top=0.84, bottom=0.31 + 0.024 * lines, wspace=0.2)
+    return drawing
 
 
 @contextmanager
@@ -102,15 +104,15 @@ def title(axes: Axes, text: str) -> None:
     axes.set_title(text, fontsize=7, loc="left", color=EDGE)
 
 
-def small_print(made: Figure, text: str) -> None:
-    made.text(
-        0.012, 0.0435 / made.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom", gid=SMALL_PRINT
+def small_print(drawing: Figure, text: str) -> None:
+    drawing.text(
+        0.012, 0.0435 / drawing.get_figheight(), text, fontsize=5.4, color=EDGE, va="bottom", gid=SMALL_PRINT
     )
 
 
-def notes(made: Figure) -> list[str]:
+def notes(drawing: Figure) -> list[str]:
     """Return the notes of a figure's small print, each as one line of text."""
-    lines = [each.get_text() for each in made.texts if each.get_gid() == SMALL_PRINT]
+    lines = [text.get_text() for text in drawing.texts if text.get_gid() == SMALL_PRINT]
     return [line for text in lines for line in text.replace(CONTINUED, " ").split("\n") if line]
 
 
@@ -178,8 +180,8 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
             "va": "top",
             "linespacing": 1.05,
         }
-        if told := foot(row):
-            _label(axes, x, -0.02, "\n".join(told), **under)
+        if foot_lines := foot(row):
+            _label(axes, x, -0.02, "\n".join(foot_lines), **under)
         # the search has not ended, and may find a larger size
         is_least = row.metric == "params" and not row.is_final
         text = f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
@@ -212,7 +214,7 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
             axes.plot([x], [value], "s" if published else "o", markerfacecolor=face, markeredgecolor=edge)
             _error(axes, x, row, scale)
             _dots(axes, x, row, scale)
-            if told := foot(row):
+            if foot_lines := foot(row):
                 is_last = x == max(x for x, _ in points)
                 beside: Any = {
                     "xytext": (1, -4),
@@ -220,12 +222,12 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
                     "ha": "right" if is_last else "left",
                 }
                 axes.annotate(
-                    "\n".join(told), (x, value), va="top", fontsize=FOOT_POINTS, color=EDGE, **beside
+                    "\n".join(foot_lines), (x, value), va="top", fontsize=FOOT_POINTS, color=EDGE, **beside
                 )
     for x, row in points:
         if not succeeded(row):
             drawn: list[Any] = list(axes.lines)
-            others = [each for each in drawn if each.get_gid() == FAILED and each.get_xdata()[0] == x]
+            others = [mark for mark in drawn if mark.get_gid() == FAILED and mark.get_xdata()[0] == x]
             at_foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             axes.plot([x], [0.1 * len(others)], "x", color=color, markeredgewidth=1.3, gid=FAILED, **at_foot)
             # the last label ends at its cross, so that it stays inside the figure
@@ -237,11 +239,11 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
 def _fit(axes: Axes) -> None:
     """Put ticks at all points, and leave room for the legend above the highest point."""
     lines: list[Any] = list(axes.lines)
-    ticks = sorted({float(each.get_xdata()[0]) for each in lines if each.get_marker() in ("o", "s", "x")})
+    ticks = sorted({float(mark.get_xdata()[0]) for mark in lines if mark.get_marker() in ("o", "s", "x")})
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        heights = [float(y) for each in lines if each.get_gid() != FAILED for y in each.get_ydata()]
+        heights = [float(y) for mark in lines if mark.get_gid() != FAILED for y in mark.get_ydata()]
         num_rows = (len(labels) + 1) // 2
         axes.set_ylim(0, max(heights) * (1.08 + 0.13 * num_rows) or 1.0)
         axes.legend(loc="upper left", ncols=min(2, len(labels)), borderaxespad=0.1)
@@ -278,44 +280,47 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
-def caption(ours: Sequence[FigureRow], published: Sequence[FigureRow], note: str) -> str:
+def caption(measured: Sequence[FigureRow], published: Sequence[FigureRow], note: str) -> str:
     """Return the caption: machine, clock, profile, window, number of runs and intervals, doubtful times, failed gates,
     and the source of the published numbers."""
-    texts, ours = [], [row for row in ours if row.metric in SCALES]
-    if ours:
-        runs = sorted({row.num_runs for row in ours if succeeded(row)})
-        several = any(row.low is not None for row in ours)
-        single = [row for row in ours if succeeded(row) and row.metric != "params" and row.low is None]
-        scatters = [row.scatter for row in single if row.scatter is not None]
-        texts.append(
-            f"measured: {note}; {ours[0].machine}; clock {CLOCKS.get(ours[0].clock, ours[0].clock)}{_windows(ours)};"
-            f" median of {' or '.join(map(str, runs)) or 'no'} process{'' if runs == [1] else 'es'} a point; "
-            + (
-                "error bars: 95 % interval of the mean over processes"
-                if several
-                else "no intervals below 3 processes"
-            )
-            + (f"; steps scatter up to {max(scatters):.0%}" if scatters else "")
-        )
-        if any(row.doubts for row in ours if succeeded(row)):
-            texts.append(
-                "doubtful time (hatched crosswise, or told at the point): fewer than"
-                f" {FEWEST_TIMED_STEPS} timed steps, or a load average above the number of cores as the run began"
-            )
-        searched = dict.fromkeys(method.load(row.method).label for row in ours if not row.is_final)
-        texts += [f"{', '.join(searched)}: search not finished"] if searched else []
-        hollow = {
-            method.load(row.method).label: row.reason for row in ours if succeeded(row) and not row.valid
-        }
-        texts += [
-            f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1] for name, reason in hollow.items()
-        ][:2]
+    rows = [row for row in measured if row.metric in SCALES]
+    texts = _measured_texts(rows, note) if rows else []
     if published:
         texts.append(
             f"published: {published[0].machine}; clock {published[0].clock}{_windows(published)}; one process a point,"
             " from the artifact's logs, judged by their losses"
         )
     return wrapped(texts)
+
+
+def _measured_texts(rows: Sequence[FigureRow], note: str) -> list[str]:
+    """Return the caption's texts on measured rows."""
+    drawn = [row for row in rows if succeeded(row)]
+    runs = sorted({row.num_runs for row in drawn})
+    single = [row for row in drawn if row.metric != "params" and row.low is None]
+    scatters = [row.scatter for row in single if row.scatter is not None]
+    clock = CLOCKS.get(rows[0].clock, rows[0].clock)
+    texts = [
+        f"measured: {note}; {rows[0].machine}; clock {clock}{_windows(rows)};"
+        f" median of {' or '.join(map(str, runs)) or 'no'} process{'' if runs == [1] else 'es'} a point; "
+        + (
+            "error bars: 95 % interval of the mean over processes"
+            if any(row.low is not None for row in rows)
+            else "no intervals below 3 processes"
+        )
+        + (f"; steps scatter up to {max(scatters):.0%}" if scatters else "")
+    ]
+    if any(row.doubts for row in drawn):
+        texts.append(
+            "doubtful time (hatched crosswise, or told at the point): fewer than"
+            f" {FEWEST_TIMED_STEPS} timed steps, or a load average above the number of cores as the run began"
+        )
+    searched = dict.fromkeys(method.load(row.method).label for row in rows if not row.is_final)
+    if searched:
+        texts.append(f"{', '.join(searched)}: search not finished")
+    hollow = {method.load(row.method).label: row.reason for row in drawn if not row.valid}
+    untrained = [f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1] for name, reason in hollow.items()]
+    return texts + untrained[:2]
 
 
 def wrapped(texts: Sequence[str]) -> str:
@@ -328,7 +333,7 @@ def _windows(rows: Sequence[FigureRow]) -> str:
     return f"; window {', '.join(map(str, windows))}" if windows else ""
 
 
-def save(made: Figure, stem: Path) -> list[Path]:
+def save(drawing: Figure, stem: Path) -> list[Path]:
     """Save the figure as PDF and PNG, without a date or a version in the files. Return the files' paths."""
     import matplotlib
 
@@ -341,29 +346,29 @@ def save(made: Figure, stem: Path) -> list[Path]:
     with matplotlib.rc_context({"pdf.fonttype": 42}):
         for path, (kind, look) in zip(paths, looks.items(), strict=True):
             buffer = io.BytesIO()
-            made.savefig(buffer, format=kind, **look)
+            drawing.savefig(buffer, format=kind, **look)
             write_whole(path, buffer.getvalue())
     return paths
 
 
-def svg(made: Figure) -> str:
+def svg(drawing: Figure) -> str:
     """Return the figure as SVG, without the small print, which the page prints below the figure."""
     import matplotlib
 
-    buffer, small = io.StringIO(), [each for each in made.texts if each.get_gid() == SMALL_PRINT]
-    for each in small:
-        each.set_visible(False)
+    buffer, small = io.StringIO(), [text for text in drawing.texts if text.get_gid() == SMALL_PRINT]
+    for text in small:
+        text.set_visible(False)
     with matplotlib.rc_context({"svg.hashsalt": "harness"}):
         # makes the ids of SVG elements the same in every call
-        made.savefig(
+        drawing.savefig(
             buffer,
             format="svg",
             metadata={"Date": None, "Creator": None},
             bbox_inches="tight",
             pad_inches=0.06,
         )
-    for each in small:
-        each.set_visible(True)
+    for text in small:
+        text.set_visible(True)
     return buffer.getvalue()
 
 
@@ -384,7 +389,7 @@ def _dots(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
         axes.scatter([x] * len(row.steps), [value / scale for value in row.steps], gid=DOTS, **look)
 
 
-def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
+def legend(drawing: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
     """Add a legend. The legend explains the colors of `series`, and those marks (filled, hollow, hatched, crosses,
     dots) that occur in these rows."""
     from matplotlib.lines import Line2D
@@ -424,4 +429,4 @@ def legend(made: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_l
         "columnspacing": 1.1,
         "handlelength": 1.6,
     }
-    made.legend(handles=entries, ncols=len(entries), **look)
+    drawing.legend(handles=entries, ncols=len(entries), **look)

@@ -94,12 +94,12 @@ class FigureRow:
     @property
     def doubts(self) -> tuple[str, ...]:
         """Return the reasons why the row's time may be wrong, each as a short text; empty if there are none."""
-        found = []
+        reasons = []
         if self.num_steps is not None and self.num_steps < FEWEST_TIMED_STEPS:
-            found.append(counted(self.num_steps, "step"))
+            reasons.append(counted(self.num_steps, "step"))
         if self.load is not None and self.num_cores and self.load > self.num_cores:
-            found.append(f"load {self.load:.2g}")
-        return tuple(found)
+            reasons.append(f"load {self.load:.2g}")
+        return tuple(reasons)
 
     @property
     def inconclusive(self) -> tuple[str, ...]:
@@ -174,12 +174,12 @@ def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
         return ()
     if metric == "step_seconds":
         return tuple(seconds for record in repeats for seconds in record.timed_seconds)
-    found = ((record, seconds) for record in repeats for seconds in record.timed_seconds if seconds)
+    timed = ((record, seconds) for record in repeats for seconds in record.timed_seconds if seconds)
     if metric == "tokens_per_second":
         return tuple(
-            record.samples_per_step * record.job.workload.seq_len / seconds for record, seconds in found
+            record.samples_per_step * record.job.workload.seq_len / seconds for record, seconds in timed
         )
-    return tuple(record.samples_per_step / seconds for record, seconds in found)
+    return tuple(record.samples_per_step / seconds for record, seconds in timed)
 
 
 def _option(record: Record, name: str) -> str:
@@ -203,15 +203,15 @@ def scatter(repeats: Sequence[Record]) -> float | None:
     The standard deviation is estimated from the interquartile range, which is robust to outliers: in a normal
     distribution, this range is 1.349 standard deviations.
     """
-    found = []
+    scatters = []
     for record in repeats:
         if len(record.timed_seconds) > 1 and min(record.timed_seconds) > 0:
             low, _, high = statistics.quantiles(record.timed_seconds, n=4, method="inclusive")
-            found.append(math.log(high / low) / 1.349)
+            scatters.append(math.log(high / low) / 1.349)
     medians = [record.median_step_seconds for record in repeats if record.median_step_seconds]
     if len(medians) > 1:
-        found.append(math.log(max(medians) / min(medians)) / 2)
-    return max(found, default=None)
+        scatters.append(math.log(max(medians) / min(medians)) / 2)
+    return max(scatters, default=None)
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -276,6 +276,6 @@ def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]
     relative = ([value / mean for value in values] for values, mean in zip((over, under), means, strict=True))
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         # scipy warns if values are nearly equal
-        found = stats.ttest_ind(*relative, equal_var=False).confidence_interval(CONFIDENCE)
-    factor = math.exp((found.high - found.low) / 2)
+        bounds = stats.ttest_ind(*relative, equal_var=False).confidence_interval(CONFIDENCE)
+    factor = math.exp((bounds.high - bounds.low) / 2)
     return center / factor, center * factor

@@ -250,4 +250,4 @@ def points(metric: str, records: Sequence[Record], jobs: Sequence[Job] | None = 
     records, in the order of their first records."""
     if jobs is None:
         jobs = [record.job for record in record_frame(records).drop_duplicates(JOB)[RECORD]]
-    return [row_of(metric, found) for job in jobs if (found := repeats(job, records))]
+    return [row_of(metric, job_repeats) for job in jobs if (job_repeats := repeats(job, records))]

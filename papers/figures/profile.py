@@ -101,14 +101,14 @@ class CaseProfile:
             raise ValueError(
                 f"profile {self.name} needs a GPU and a torch that uses it: try --profile demo or fit"
             )
-        there = Budget(
+        memories = Budget(
             machine.gpu().get("gpu_bytes") if self.device == "cuda" else None, machine.host_bytes()
         )
         host_needed = (self.budget.host_bytes or 0) + (
             0 if self.device == "cuda" else self.budget.device_bytes or 0
         )
         for memory, need in (("device", self.budget.device_bytes), ("host", host_needed)):
-            have = getattr(there, f"{memory}_bytes")
+            have = getattr(memories, f"{memory}_bytes")
             if have is not None and need and need > have:
                 raise ValueError(
                     f"profile {self.name} needs {gib(need)} of {memory} memory, this machine has {gib(have)}:"
@@ -144,10 +144,10 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
         if name == "paper"
         else {"steps": 10, "warmup": 3, "repeats": 1}
     )
-    found = CaseProfile(
+    profile = CaseProfile(
         f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=PUBLISHED_WINDOW
     )
-    return _fitted(found, methods) if name == "fit" and factor == 1 else found
+    return _fitted(profile, methods) if name == "fit" and factor == 1 else profile
 
 
 def _demo() -> CaseProfile:
@@ -159,13 +159,13 @@ def _demo() -> CaseProfile:
     return CaseProfile("demo", workload, budget, "sim", **PROBE, repeats=1, window=2, common=2, deepest=6)
 
 
-def _fitted(found: CaseProfile, methods: Iterable[str]) -> CaseProfile:
+def _fitted(profile: CaseProfile, methods: Iterable[str]) -> CaseProfile:
     """Return the profile with depths that are planned for its memories."""
-    common = min(int(ROOM * found.largest_planned(name)) for name in methods)
+    common = min(int(ROOM * profile.largest_planned(name)) for name in methods)
     # bytes of host memory for each parameter of a streamed layer
-    at_home = sum(state_bytes(found.workload).values())
-    streamed = int(ROOM * (found.budget.host_bytes or 0) / (at_home * found.workload.layer_params))
-    return dataclasses.replace(found, common=max(2, common), deepest=max(3, common + 1, streamed))
+    at_home = sum(state_bytes(profile.workload).values())
+    streamed = int(ROOM * (profile.budget.host_bytes or 0) / (at_home * profile.workload.layer_params))
+    return dataclasses.replace(profile, common=max(2, common), deepest=max(3, common + 1, streamed))
 
 
 def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:

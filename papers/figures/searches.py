@@ -36,7 +36,9 @@ def is_searched(name: str, records: Sequence[Record]) -> bool:
 
 def _probes(name: str, records: Sequence[Record]) -> list[Record]:
     wanted = (name, PROBE["steps"], PROBE["warmup"])
-    return [each for each in records if (each.job.method, each.job.steps, each.job.warmup) == wanted]
+    return [
+        record for record in records if (record.job.method, record.job.steps, record.job.warmup) == wanted
+    ]
 
 
 def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnswer]:
@@ -45,8 +47,9 @@ def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnsw
     for record in probes:
         if record.is_result and record.phase != "plan":
             depths.setdefault(record.job.workload.num_layers, []).append(record)
-    passed = {depth: any(record.status == "ok" for record in found) for depth, found in depths.items()}
-    return depths, SizeAnswer(trials=[SizeTrial(depth, SizeOutcome(each)) for depth, each in passed.items()])
+    passed = {depth: any(record.status == "ok" for record in runs) for depth, runs in depths.items()}
+    trials = [SizeTrial(depth, SizeOutcome(has_trained)) for depth, has_trained in passed.items()]
+    return depths, SizeAnswer(trials=trials)
 
 
 def _is_refused_beyond(record: Record) -> bool:
@@ -68,9 +71,9 @@ def _is_refused_beyond(record: Record) -> bool:
 def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
     """Return, by method, the largest depth that trained and passed the gate. A method without such a depth is left
     out."""
-    found = {name: largest(name, records)[0] for name in names}
+    best_runs = {name: largest(name, records)[0] for name in names}
     return {
         name: best[-1].job.workload.num_layers
-        for name, best in found.items()
+        for name, best in best_runs.items()
         if best and best[-1].gate.passed
     }

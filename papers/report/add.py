@@ -43,37 +43,35 @@ def add(source: Path, results: Path) -> Iterator[str]:
     taken = {name: data for name, data in files.items() if TAKEN.fullmatch(name)}
     sent = {name: _record(source, name, data) for name, data in taken.items() if name.endswith(".json")}
     configs = _known_configs(results)
-    there = {name: record for name, record in sent.items() if record.job.workload.config in configs}
-    probes = {name: record for name, record in there.items() if name.startswith(f"{probe.FOLDER}/")}
-    runs = {name: record for name, record in there.items() if name not in probes and record.origin == "run"}
+    kept = {name: record for name, record in sent.items() if record.job.workload.config in configs}
+    probes = {name: record for name, record in kept.items() if name.startswith(f"{probe.FOLDER}/")}
+    runs = {name: record for name, record in kept.items() if name not in probes and record.origin == "run"}
     new = _new(runs, results)
     if not new:
-        told = (
+        problem = (
             f"expected a new run, got {len(runs)} known" if runs else "expected a record of a run, got none"
         )
-        others = (
-            f" of a model that is known here; {_of_others(sent, there)}" if len(there) < len(sent) else ""
-        )
-        raise ValueError(f"{source}: {told}{others}; nothing was added")
+        others = f" of a model that is known here; {_of_others(sent, kept)}" if len(kept) < len(sent) else ""
+        raise ValueError(f"{source}: {problem}{others}; nothing was added")
     archive = Archive(list(runs.values()), list(probes.values()))
     judged = {name: _judged(source, name, record, archive) for name, record in new.items()}
     if len(new) < len(runs):
         yield f"left out: {len(runs) - len(new)} of {counted(len(runs), 'run')}, there already"
-    if len(there) < len(sent):
-        yield f"{_of_others(sent, there)}, then add again"
-    if logs := len(there) - len(runs) - len(probes):
+    if len(kept) < len(sent):
+        yield f"{_of_others(sent, kept)}, then add again"
+    if logs := len(kept) - len(runs) - len(probes):
         yield f"left out: {counted(logs, 'imported log')}: ask for the logs, which ./run.sh import reads"
     for machine in sorted({machine_of(record) for record in new.values()}):
-        own = {name: record for name, record in judged.items() if machine_of(record) == machine}
+        machine_records = {name: record for name, record in judged.items() if machine_of(record) == machine}
         beside_it = {name: record for name, record in probes.items() if machine_of(record) == machine}
         texts = {
             name: taken[name]
-            for name in (f"{each.removesuffix('.json')}.txt" for each in own)
+            for name in (f"{path.removesuffix('.json')}.txt" for path in machine_records)
             if name in taken
         }
-        for name, record in own.items():
+        for name, record in machine_records.items():
             yield _line(record, new[name])
-        yield str(_write(results, machine, {**own, **beside_it}, texts))
+        yield str(_write(results, machine, {**machine_records, **beside_it}, texts))
 
 
 def _known_configs(results: Path) -> set[str | None]:
@@ -81,33 +79,33 @@ def _known_configs(results: Path) -> set[str | None]:
     `results`; None stands for the GPT. To learn another model's sizes, its modules must be made, with tensors as large
     as the sender chose."""
     named = (named_models.load(name) for name in named_models.names())
-    own = (record.job.workload.config for record in read_all(results)[0].values())
-    return {None, *own, *(model.sizes.get("config") for model in named)}
+    recorded = (record.job.workload.config for record in read_all(results)[0].values())
+    return {None, *recorded, *(model.sizes.get("config") for model in named)}
 
 
 def _of_others(sent: dict[str, Record], taken: dict[str, Record]) -> str:
     names = sorted(
         {f"{record.job.workload.model_name:.60}" for name, record in sent.items() if name not in taken}
     )
-    some = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+    first_names = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
     records = counted(len(sent) - len(taken), "record")
-    return f"left out: {records} of models that are not known here ({some}): train them first"
+    return f"left out: {records} of models that are not known here ({first_names}): train them first"
 
 
 def _of_folder(folder: Path) -> dict[str, bytes]:
     """Return the records and logs of a folder of results, by their paths in it. Raises ValueError if one of them is a
     link or a device."""
-    found = [
+    paths = [
         *folder.glob("log_*.json"),
         *folder.glob("log_*.txt"),
         *(folder / probe.FOLDER).glob("log_*.json"),
     ]
-    if len(found) > MOST_FILES:
-        raise ValueError(f"{folder}: expected at most {MOST_FILES} records and logs, got {len(found)}")
+    if len(paths) > MOST_FILES:
+        raise ValueError(f"{folder}: expected at most {MOST_FILES} records and logs, got {len(paths)}")
     if (folder / probe.FOLDER).is_symlink():
         raise ValueError(f"{folder / probe.FOLDER}: expected a folder, got a symbolic link")
     files = {}
-    for path in found:
+    for path in paths:
         if not LISTABLE.fullmatch(path.name):
             raise ValueError(f"{path}: expected a file name of letters, digits, blanks and . , + = @ ~ -")
         try:
@@ -131,9 +129,9 @@ def _new(runs: dict[str, Record], results: Path) -> dict[str, Record]:
     known = {mark for folder in folders for record in read_all(folder)[0].values() for mark in marks(record)}
     new = {}
     for name, record in sorted(runs.items()):
-        if not known.intersection(own := marks(record)):
+        if not known.intersection(run_marks := marks(record)):
             new[name] = record
-        known.update(own)
+        known.update(run_marks)
     return new
 
 
@@ -148,7 +146,7 @@ def _write(results: Path, machine: str, records: dict[str, Record], texts: dict[
     """Write the records of one machine, and the texts of their logs, into a new folder; return its path. Other programs
     see the folder only when it is complete."""
     identity = hashlib.sha256(
-        "".join(sorted(f"{each.key}{each.started}" for each in records.values())).encode()
+        "".join(sorted(f"{record.key}{record.started}" for record in records.values())).encode()
     )
     name = re.sub(r"[^A-Za-z0-9]+", "-", machine).strip("-")[:60] or "unnamed"
     folder = own_folder(results / ADDED) / f"{name}-{identity.hexdigest()[:8]}"
@@ -174,6 +172,6 @@ def _line(record: Record, sent: Record) -> str:
     )
     if record.status != "ok":
         return f"{size}: ended as {record.status}"
-    told = f"gate {record.gate.verdict}: {record.gate.text}"
+    gate_text = f"gate {record.gate.verdict}: {record.gate.text}"
     was = f" (sent as {sent.gate.verdict})" if sent.gate.verdict != record.gate.verdict else ""
-    return f"{size}: {f'{speed:.4g} samples/s' if speed else 'no throughput'}; {told}{was}"
+    return f"{size}: {f'{speed:.4g} samples/s' if speed else 'no throughput'}; {gate_text}{was}"

@@ -56,7 +56,7 @@ def write(results: Path, out: Path | None = None, names: Names | None = None) ->
         stage.mkdir()
         records = list(read_all(results)[0].values())
         hosts = [host for record in records for host in redact.nodes(str(record.machine.get("nodes", "")))]
-        _fill(stage, results, names or redact.here(known_words(records), hosts))
+        _fill(stage, results, names or redact.names_here(known_words(records), hosts))
         paths = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
         lines = [
             f"{hashlib.sha256((stage / path).read_bytes()).hexdigest()}  {path.as_posix()}\n"
@@ -73,10 +73,10 @@ def known_words(records: Iterable[Record]) -> set[str]:
     """Return the words that have a meaning in records. Redaction keeps these words, even if a host or a user has such a
     name."""
     machines = named_machines.names()
-    found = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}
-    found |= {f"{name}_{on}" for name in scaled.NAMES for on in machines}
+    known = {*STATUSES, *VERDICTS, *method.names(), *PACKAGES, *scaled.NAMES, *machines}
+    known |= {f"{name}_{on}" for name in scaled.NAMES for on in machines}
     for record in records:
-        found |= {
+        known |= {
             record.job.method,
             record.job.device,
             record.clock,
@@ -84,11 +84,11 @@ def known_words(records: Iterable[Record]) -> set[str]:
             record.phase,
             record.gate.reason,
         }
-        found |= set(_keys(record.to_dict()))
-        found |= {
+        known |= set(_keys(record.to_dict()))
+        known |= {
             value for value in record.job.options.values() if isinstance(value, str) and "/" not in value
         }
-    return found
+    return known
 
 
 def _keys(value: Any) -> Iterable[str]:
@@ -101,11 +101,11 @@ def _keys(value: Any) -> Iterable[str]:
 def _fill(stage: Path, results: Path, names: Names) -> None:
     """Write the records and logs into `stage`, with `names` removed. Then, for each machine, make figures and a report
     from the written records."""
-    found, complaints = page.recorded(results)
+    recorded, complaints = page.recorded(results)
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
-    paths = list(_listable(found))
-    records = [Record.from_dict(names.value(found[path].to_dict())) for path in paths]
+    paths = list(_listable(recorded))
+    records = [Record.from_dict(names.value(recorded[path].to_dict())) for path in paths]
     for path, record in zip(paths, records, strict=True):
         record.write(stage / names.text(path.name))
     _fill_probes(stage / probe.FOLDER, results / probe.FOLDER, names)
@@ -154,8 +154,8 @@ def _listable(paths: Iterable[Path]) -> Iterator[Path]:
         if LISTABLE.fullmatch(path.name):
             yield path
         else:
-            told = "expected a file name of letters, digits, blanks and . , + = @ ~ -"
-            print(f"left out: {path!s}: {told}".replace("\n", "\\n"), file=sys.stderr)
+            problem = "expected a file name of letters, digits, blanks and . , + = @ ~ -"
+            print(f"left out: {path!s}: {problem}".replace("\n", "\\n"), file=sys.stderr)
 
 
 def _put_text(path: Path, copy: Path, names: Names) -> None:
@@ -171,12 +171,12 @@ def _put_text(path: Path, copy: Path, names: Names) -> None:
 def _put_trace(path: Path, stage: Path, names: Names) -> None:
     """Copy a timeline into `stage`, with the names removed from its description; its spans contain no names."""
     try:
-        told = timeline.read(path)
+        trace = timeline.read(path)
     except ValueError as error:
         print(f"left out: {error}", file=sys.stderr)
         return
     (stage / path.parent.name).mkdir(exist_ok=True)
-    timeline.write(told._replace(about=names.value(told.about)), stage / path.parent.name / path.name)
+    timeline.write(trace._replace(about=names.value(trace.about)), stage / path.parent.name / path.name)
 
 
 def _packed(stage: Path, paths: Iterable[Path]) -> bytes:

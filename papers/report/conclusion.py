@@ -28,10 +28,10 @@ KINDS = (
 )
 
 
-def sentences(records: Sequence[Record], found: Sequence[Finding], machines: Sequence[str]) -> list[str]:
+def sentences(records: Sequence[Record], findings: Sequence[Finding], machines: Sequence[str]) -> list[str]:
     """Return the two sentences. `machines`: a text for each machine that made a run; empty if all records are imported
     logs."""
-    return [_measured(records, machines), _judged(found)]
+    return [_measured(records, machines), _judged(findings)]
 
 
 def _measured(records: Sequence[Record], machines: Sequence[str]) -> str:
@@ -45,31 +45,35 @@ def _measured(records: Sequence[Record], machines: Sequence[str]) -> str:
     )
     methods = len({record.job.method for record in shown})
     trained = sum(record.status == "ok" and record.gate.passed for record in shown)
-    told = [
+    parts = [
         f"{trained} of {counted(len(shown), 'run')} of {counted(methods, 'method')} trained as the reference does"
     ]
-    told += [f"{failed} failed the gate" for failed in [sum(map(_has_failed, shown))] if failed]
+    parts += [f"{failed} failed the gate" for failed in [sum(map(_has_failed, shown))] if failed]
     ends = [record.status for record in shown if record.status != "ok"]
-    told += [f"{ends.count(each)} {ENDS.get(each, f'ended as {each}')}" for each in dict.fromkeys(ends)]
-    return f"{where}, {_joined(told)}."
+    parts += [
+        f"{ends.count(status)} {ENDS.get(status, f'ended as {status}')}" for status in dict.fromkeys(ends)
+    ]
+    return f"{where}, {_joined(parts)}."
 
 
 def _has_failed(record: Record) -> bool:
     return record.status == "ok" and record.gate.verdict == "failed"
 
 
-def _judged(found: Sequence[Finding]) -> str:
-    told = []
+def _judged(findings: Sequence[Finding]) -> str:
+    parts = []
     for verdicts, one, several in KINDS:
-        own = [_headline(finding.claim.text) for finding in found if finding.verdict in verdicts]
-        if own:
-            left = f"; and {len(own) - MOST_NAMED} more" if len(own) > MOST_NAMED else ""
-            quoted = "; ".join(f'"{text}"' for text in own[:MOST_NAMED])
-            told.append(f"{len(own)} {one if len(own) == 1 else several} ({quoted}{left})")
-    if not told:
-        return f"None of {counted(len(found), 'claim')} of the papers could be tested by them."
-    num_decided = sum(finding.verdict in verdicts for verdicts, *_ in KINDS for finding in found)
-    return f"Of {counted(len(found), 'claim')} of the papers {num_decided} could be tested: {_joined(told)}."
+        texts = [_headline(finding.claim.text) for finding in findings if finding.verdict in verdicts]
+        if texts:
+            left = f"; and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+            quoted = "; ".join(f'"{text}"' for text in texts[:MOST_NAMED])
+            parts.append(f"{len(texts)} {one if len(texts) == 1 else several} ({quoted}{left})")
+    if not parts:
+        return f"None of {counted(len(findings), 'claim')} of the papers could be tested by them."
+    num_decided = sum(finding.verdict in verdicts for verdicts, *_ in KINDS for finding in findings)
+    return (
+        f"Of {counted(len(findings), 'claim')} of the papers {num_decided} could be tested: {_joined(parts)}."
+    )
 
 
 def _headline(text: str) -> str:

@@ -66,8 +66,8 @@ def clean_up(results: Path, everything: bool = False) -> None:
     """Remove the files that killed runs left behind. `everything`: True: also remove all records and figures in
     `results`."""
     scratch.remove_left()
-    made = [*results.glob("log_*"), *(results / name for name in DRAWN)] if everything else []
-    for path in made:
+    paths = [*results.glob("log_*"), *(results / name for name in DRAWN)] if everything else []
+    for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     kept = counted(len(list(results.glob("log_*.json"))), "record")
     print(
@@ -86,12 +86,12 @@ def notebook_text(source: str) -> str:
     bytes."""
     import jupytext
 
-    made = jupytext.reads(source, "py:percent")
+    notebook = jupytext.reads(source, "py:percent")
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    made.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
-    for number, cell in enumerate(made.cells):
+    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
-    return jupytext.writes(made, fmt="ipynb")
+    return jupytext.writes(notebook, fmt="ipynb")
 
 
 if __name__ == "__main__":

@@ -91,111 +91,124 @@ def write(
         )
     check_replaceable(page, b"<!DOCTYPE html>")
     check_replaceable(page.parent / REVIEW, b"# Review of measurements")
-    told = gather(results, profile, machine)
-    made = {page: _render("report.html.j2", told), page.parent / REVIEW: _render("review.md.j2", told)}
+    values = gather(results, profile, machine)
+    texts = {page: _render("report.html.j2", values), page.parent / REVIEW: _render("review.md.j2", values)}
     if out is None:
         own_folder(page.parent)
     page.parent.mkdir(parents=True, exist_ok=True)
-    for section in (*told["sections"], *(each for sent in told["sent_in"] for each in sent.sections)):
+    for section in (
+        *values["sections"],
+        *(section for sent in values["sent_in"] for section in sent.sections),
+    ):
         data = pages.texts(section.table).to_csv(index=False, lineterminator="\n")
         write_page(page.parent / section.csv, data)
-    for path, text in made.items():
+    for path, text in texts.items():
         write_page(path, text)
-    return list(made)
+    return list(texts)
 
 
 def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
     """Return the records by their paths, and a complaint about each file that is not a valid record. Raises ValueError
     if there is no valid record."""
-    found, complaints = read_all(results)
-    if not found and complaints:
-        told = shortened(sorted(complaints))
+    records, complaints = read_all(results)
+    if not records and complaints:
+        problems = shortened(sorted(complaints))
         raise ValueError(
-            f"expected readable records in {results}, got none: {told}; try another --results folder"
+            f"expected readable records in {results}, got none: {problems}; try another --results folder"
         )
-    if not found and (sent := added_folders(results)):
+    if not records and (sent := added_folders(results)):
         raise ValueError(
             f"expected your own records in {results}, got only records sent in: try --results {sent[0]}"
         )
-    if not found:
+    if not records:
         raise ValueError(
             f"no record in {results}: try ./run.sh case all --profile demo, or another --results folder"
         )
-    return found, complaints
+    return records, complaints
 
 
 def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
     """Return the values for the templates of the page and of the review, by the names that the templates use."""
-    found, complaints = recorded(results)
-    chosen = {id(record) for record in verify.of_one_machine(list(found.values()), machine)}
-    kept = [(path, record) for path, record in found.items() if id(record) in chosen]
+    recorded_files, complaints = recorded(results)
+    chosen = {id(record) for record in verify.of_one_machine(list(recorded_files.values()), machine)}
+    kept = [(path, record) for path, record in recorded_files.items() if id(record) in chosen]
     entries = [Entry(number, path, record) for number, (path, record) in enumerate(kept, start=1)]
     records = [entry.record for entry in entries]
     runs = [record for record in records if record.origin == "run"]
-    here = verify.findings(results, None, machine)
-    there = verify.findings(results, verify.PUBLISHED, None)
+    findings = verify.findings(results, None, machine)
+    published = verify.findings(results, verify.PUBLISHED, None)
     sections = list(figures(entries, profile, results))
     advice = advise.of_records(records)
-    commits = _each(" ".join(str(record.software.get("commit")).split()) for record in runs)
-    reasons = {
-        "sim": any(record.clock == "sim" for record in runs),
-        "commits": commits,
-        "num_runs": len(runs),
-        "dirty": any(commit.endswith("+") for commit in commits),
-        "imported": len(records) - len(runs),
-        "fewest": FEWEST_FOR_INTERVAL,
-    }
-    machines = _each(pages.machine(record) for record in runs)
+    machines = _unique(pages.machine(record) for record in runs)
     return {
-        "conclusion": conclusion.sentences(records, here, machines),
+        "conclusion": conclusion.sentences(records, findings, machines),
         "sections": sections,
         "sent_in": list(sent_in(results, machine, len(entries))),
-        "claims": pages.claim_table(here, there, entries),
-        "claims_shown": pages.claims_shown(here, there, entries),
+        "claims": pages.claim_table(findings, published, entries),
+        "claims_shown": pages.claims_shown(findings, published, entries),
         "summary": pages.summary(entries),
         "advice": advice and pages.advice_table(advice, entries),
-        "findings": here,
-        "tally": tally(here),
-        "tally_published": tally(there),
+        "findings": findings,
+        "tally": tally(findings),
+        "tally_published": tally(published),
         "fairness": pages.table("What each method ran with", fairness.answers(fairness.rows(records))),
         "records": pages.table("Every record, oldest first", map(pages.record_row, entries)),
         "entries": entries,
         "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
-        "others": len(found) - len(entries),
+        "others": len(recorded_files) - len(entries),
         "ends": Counter(pages.outcome(record) for record in runs),
         "log_ends": Counter(pages.outcome(record) for record in records if record.origin == verify.IMPORTED),
         "untrained": untrained(entries),
-        "of_logs": verify.is_of_logs(here),
-        "doubts": _render("doubts.txt.j2", reasons).splitlines(),
+        "of_logs": verify.is_of_logs(findings),
+        "doubts": _doubts(runs, len(records) - len(runs)),
         "commands": [
             *(["./run.sh import LOGS..."] if len(runs) < len(records) else []),
             *commands(runs, sections),
         ],
         "profiles": list(dict.fromkeys(section.profile for section in sections)),
-        "clocks": _each(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
+        "clocks": _unique(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
         "machines": machines,
-        "facts": _each(
-            told
+        "facts": _unique(
+            facts
             for record in runs
-            for told in map(pages.pairs, (lasting(record.machine), lasting(record.software)))
+            for facts in map(pages.pairs, (lasting(record.machine), lasting(record.software)))
         ),
-        "methods": _each(record.job.method for record in records),
+        "methods": _unique(record.job.method for record in records),
         "num_runs": len(runs),
-        "days": _each(entry.when[:10] for entry in entries if entry.record.origin == "run"),
+        "days": _unique(entry.when[:10] for entry in entries if entry.record.origin == "run"),
     }
+
+
+def _doubts(runs: Sequence[Record], num_imported: int) -> list[str]:
+    """Return the texts on what speaks against the numbers of these runs."""
+    commits = _unique(" ".join(str(record.software.get("commit")).split()) for record in runs)
+    reasons = {
+        "sim": any(record.clock == "sim" for record in runs),
+        "commits": commits,
+        "num_runs": len(runs),
+        "dirty": any(commit.endswith("+") for commit in commits),
+        "imported": num_imported,
+        "fewest": FEWEST_FOR_INTERVAL,
+    }
+    return _render("doubts.txt.j2", reasons).splitlines()
 
 
 def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]:
     """Yield the results that others sent in, one machine after another. On the page, the records of these results are
     numbered from `number` + 1 on."""
     for folder in added_folders(results):
-        found = read_all(folder)[0].items()
-        asked = [(path, each) for path, each in found if (machine or "").lower() in machine_of(each).lower()]
-        entries = [Entry(number + place, path, each) for place, (path, each) in enumerate(asked, start=1)]
+        recorded_files = read_all(folder)[0].items()
+        part = (machine or "").lower()
+        chosen = [(path, record) for path, record in recorded_files if part in machine_of(record).lower()]
+        entries = [
+            Entry(number + place, path, record) for place, (path, record) in enumerate(chosen, start=1)
+        ]
         if not entries:
             continue
         number += len(entries)
-        sections = [dataclasses.replace(each, sender=folder.name) for each in figures(entries, None, folder)]
+        sections = [
+            dataclasses.replace(section, sender=folder.name) for section in figures(entries, None, folder)
+        ]
         name = pages.machine(entries[-1].record)
         yield SentIn(
             name, entries, sections, pages.table(f"Records of {name}", map(pages.record_row, entries))
@@ -206,33 +219,45 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
     """Yield every figure of these records, one case after another. `wanted`: the only profile whose figures are
     yielded; None: all profiles. Raises ValueError if there is no figure of the wanted profile."""
     records = [entry.record for entry in entries]
-    there, traced = list(tables(records, results)), list(traces(records, results))
-    names = dict.fromkeys((*scaled.NAMES, *(used.name for used, _, _ in there), *(of for of, _ in traced)))
+    cases, traced = list(tables(records, results)), list(traces(records, results))
+    profiles = (*(used.name for used, _, _ in cases), *(profile for profile, _ in traced))
+    names = dict.fromkeys((*scaled.NAMES, *profiles))
     if wanted is not None and wanted not in names:
         raise ValueError(f"--profile: expected one of {', '.join(names)}, got {wanted!r}")
-    there = [one for one in there if wanted in (None, one[0].name, one[0].kind)]
-    traced = [one for one in traced if wanted in (None, one[0], one[0].split("_")[0])]
-    if wanted is not None and not there and not traced:
+    cases = [entry for entry in cases if wanted in (None, entry[0].name, entry[0].kind)]
+    traced = [entry for entry in traced if wanted in (None, entry[0], entry[0].split("_")[0])]
+    if wanted is not None and not cases and not traced:
         raise ValueError(f"no record of profile {wanted}: try {scaled.call('all', wanted)}")
-    for used, number, ours in there:
-        published, note = case.published(number), f"profile {used.name}"
-        rows = [*ours, *published]
-        table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
-        its = case.load(number)
-        yield _section(number, used.name, its.title, its.figure(rows, note), table)
-    for of, found in traced:
-        title, note = str(overlap.__doc__).partition("\n")[0], f"profile {of}"
-        table = pages.table(
-            f"Case overlap, {note}: the numbers of the figure", overlap.table(found).to_dict("records")
-        )
-        keys = [[each.record.key] if each.record else [] for each in found]
-        table["records"] = [Cell(links=pages.numbers_of(own, entries)) for own in keys]
-        yield _section(overlap.NAME, of, title, overlap.figure(found, note), table)
+    for used, number, rows in cases:
+        yield _case_section(used, number, [*rows, *case.published(number)], entries)
+    for profile, timelines in traced:
+        yield _overlap_section(profile, timelines, entries)
 
 
-def _section(name: int | str, profile: str, title: str, made: plot.Figure, table: DataFrame) -> PageSection:
-    svg = f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(made).encode()).decode()}"
-    return PageSection(str(name), profile, title, svg, plot.notes(made), table)
+def _case_section(
+    used: CaseProfile, number: int, rows: Sequence[FigureRow], entries: Sequence[Entry]
+) -> PageSection:
+    its_case, note = case.load(number), f"profile {used.name}"
+    table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
+    return _section(number, used.name, its_case.title, its_case.figure(rows, note), table)
+
+
+def _overlap_section(
+    profile: str, timelines: Sequence[overlap.Shown], entries: Sequence[Entry]
+) -> PageSection:
+    title, note = str(overlap.__doc__).partition("\n")[0], f"profile {profile}"
+    rows = overlap.table(timelines).to_dict("records")
+    table = pages.table(f"Case overlap, {note}: the numbers of the figure", rows)
+    keys = [[timeline.record.key] if timeline.record else [] for timeline in timelines]
+    table["records"] = [Cell(links=pages.numbers_of(timeline_keys, entries)) for timeline_keys in keys]
+    return _section(overlap.NAME, profile, title, overlap.figure(timelines, note), table)
+
+
+def _section(
+    name: int | str, profile: str, title: str, drawing: plot.Figure, table: DataFrame
+) -> PageSection:
+    svg = f"data:image/svg+xml;base64,{base64.b64encode(plot.svg(drawing).encode()).decode()}"
+    return PageSection(str(name), profile, title, svg, plot.notes(drawing), table)
 
 
 def tables(
@@ -265,9 +290,9 @@ def _profiles(records: Sequence[Record]) -> Iterator[CaseProfile]:
             yield used
 
 
-def tally(found: Sequence[Finding]) -> dict[str, int]:
+def tally(findings: Sequence[Finding]) -> dict[str, int]:
     """Return the number of claims with each verdict that occurs."""
-    counts = Counter(finding.verdict for finding in found)
+    counts = Counter(finding.verdict for finding in findings)
     return {verdict: counts[verdict] for verdict in verify.VERDICTS if counts[verdict]}
 
 
@@ -283,15 +308,18 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
     """Return the commands that repeat the runs: first the commands of cases, by profile, then the commands of jobs that
     belong to no case. The reference's runs need no command, because a run that is judged by the reference starts it."""
     of_all = [str(number) for number in case.numbers_of_all()]
-    cases = _each(scaled.call("all" if each.case in of_all else each.case, each.profile) for each in sections)
+    cases = _unique(
+        scaled.call("all" if section.case in of_all else section.case, section.profile)
+        for section in sections
+    )
     used = list(_profiles(runs))
     references = {
         record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()
     }
-    loose = _each(
+    loose = _unique(
         again(record)
         for record in runs
-        if record.key not in references and not any(case.is_of(each, record.job) for each in used)
+        if record.key not in references and not any(case.is_of(section, record.job) for section in used)
     )
     return [*cases, *loose, "./run.sh verify", "./run.sh report"]
 
@@ -301,11 +329,11 @@ def lasting(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
 
 
-def _each(texts: Iterable[str]) -> list[str]:
+def _unique(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _render(name: str, told: dict[str, Any]) -> str:
+def _render(name: str, values: dict[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
@@ -317,7 +345,7 @@ def _render(name: str, told: dict[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters |= {"markdown": markdown, "counted": counted}
-    return environment.get_template(name).render(told)
+    return environment.get_template(name).render(values)
 
 
 def markdown(text: str) -> str:

@@ -103,8 +103,8 @@ def _table(kind: Any) -> str:
 
 def _mark(type_text: str) -> tuple[str, str]:
     """Return the type of a dictionary's key without its mark, and the mark: Required, NotRequired or ""."""
-    found = re.fullmatch(r"(Required|NotRequired)\[(.*)\]", type_text)
-    return (found[2], found[1]) if found else (type_text, "")
+    match = re.fullmatch(r"(Required|NotRequired)\[(.*)\]", type_text)
+    return (match[2], match[1]) if match else (type_text, "")
 
 
 def _plain(text: str) -> str:

@@ -54,10 +54,10 @@ GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
 @dataclass(frozen=True)
 class Names:
-    """The names to replace, each with its replacement. `folders` are replaced wherever they occur in a text. `words`
+    """The names to replace, each with its replacement. `folders` are replaced wherever they occur in a text. `names`
     are replaced only as whole words, and not where they are part of a word in `known`."""
 
-    words: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
 
@@ -68,19 +68,19 @@ class Names:
         text = HOMES.sub(HOME, SECRETS.sub(SECRET, text.replace("file:///", "/")))
         text = QUOTED.sub(r".../\1", ADDRESSES.sub(ADDRESS, text))
         text = ELSEWHERE.sub(r".../\1", INSIDE.sub("", text))
-        for word, put in _longest_first(self.words):
+        for word, put in _longest_first(self.names):
             domain = r"(?:\.[A-Za-z][\w-]*)*" if put == HOST else ""
             whole = rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])"
             text = re.sub(f"({whole}){domain}", partial(self._put, put), text, flags=re.IGNORECASE)
         return GPU.sub(r"\1-removed", text)
 
-    def _put(self, put: str, found: re.Match[str]) -> str:
+    def _put(self, put: str, match: re.Match[str]) -> str:
         """Return the replacement `put`; if the match is part of a known word, return the match itself."""
-        before = found.string[max(0, found.start(1) - LONGEST) : found.start(1)]
-        after = found.string[found.end(1) : found.end(1) + LONGEST]
+        before = match.string[max(0, match.start(1) - LONGEST) : match.start(1)]
+        after = match.string[match.end(1) : match.end(1) + LONGEST]
         start, end = PART_BEFORE.search(before), PART_AFTER.match(after)
         assert start and end
-        return found[0] if f"{start[0]}{found[1]}{end[0]}".lower() in self.known else put
+        return match[0] if f"{start[0]}{match[1]}{end[0]}".lower() in self.known else put
 
     def value(self, value: Any) -> Any:
         """Return the JSON value with the names replaced in every text. The keys of objects are not changed."""
@@ -95,17 +95,18 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
     return sorted(names.items(), key=lambda pair: (-len(pair[0]), pair))
 
 
-def here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
+def names_here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
     """Return the names to remove: the names of this machine, its users and this checkout, and the hosts in `others`.
     The words in `known` are not removed."""
     host = socket.gethostname()
-    words = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
-    words |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)
-    addresses = (each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found)
-    words |= {address: ADDRESS for address in addresses if not re.match(r"127\.|::1$|(00:)+00$", address)}
-    words = {word: put for word, put in words.items() if word.lower() not in NOBODY and len(word) > 1}
+    names = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
+    names |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)
+    for interface in psutil.net_if_addrs().values():
+        addresses = (entry.address.partition("%")[0] for entry in interface)
+        names |= {address: ADDRESS for address in addresses if not re.match(r"127\.|::1$|(00:)+00$", address)}
+    names = {name: put for name, put in names.items() if name.lower() not in NOBODY and len(name) > 1}
     folders = {str(Path.home()): f"{HOME}/", str(ROOT): ""}
-    return Names(words, folders, frozenset(word.lower() for word in known))
+    return Names(names, folders, frozenset(word.lower() for word in known))
 
 
 def nodes(text: str) -> Iterable[str]:
@@ -122,8 +123,8 @@ def nodes(text: str) -> Iterable[str]:
 
 
 def _users() -> set[str]:
-    found = {Path.home().name}
+    names = {Path.home().name}
     for ask in (getpass.getuser, lambda: pwd.getpwuid(os.getuid()).pw_name):
         with contextlib.suppress(KeyError, OSError):  # the user of a container may have no name
-            found.add(ask())
-    return found
+            names.add(ask())
+    return names

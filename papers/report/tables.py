@@ -100,7 +100,7 @@ class Entry:
     @property
     def facts(self) -> list[tuple[str, str]]:
         record, gate = self.record, self.record.gate
-        told = {
+        facts = {
             "ended": _joined(f"{record.status}, in phase {record.phase or 'unknown'}", record.reason),
             "gate": _joined(gate.verdict, gate.reason, gate.text),
             "run again": _run_again(record) if record.origin == "run" else "",
@@ -120,16 +120,16 @@ class Entry:
             "key": record.key,
             "file": self.path.name,
         }
-        return [(name, text) for name, text in told.items() if text]
+        return [(name, text) for name, text in facts.items() if text]
 
     @property
     def raw(self) -> str:
         """Return the record as JSON, one field on each line. Its tensors, which take most of a record, are replaced by
         their number."""
         fields = self.record.to_dict()
-        told = fields.pop(TENSORS)
+        tensors = fields.pop(TENSORS)
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
-        return "{\n" + ",\n".join([*lines, f' "{TENSORS}": "{len(told)}, in {self.path.name}"']) + "\n}"
+        return "{\n" + ",\n".join([*lines, f' "{TENSORS}": "{len(tensors)}, in {self.path.name}"']) + "\n}"
 
 
 def _run_again(record: Record) -> str:
@@ -151,8 +151,8 @@ def pairs(facts: Mapping[str, Any]) -> str:
         for name, value in facts.items()
         if name.endswith("_bytes") and isinstance(value, int)
     }
-    told = {name.removesuffix("_bytes"): value for name, value in {**facts, **sizes}.items()}
-    return ", ".join(f"{name} {value}" for name, value in told.items() if value not in (None, "", {}, []))
+    values = {name.removesuffix("_bytes"): value for name, value in {**facts, **sizes}.items()}
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, "", {}, []))
 
 
 def machine(record: Record) -> str:
@@ -173,15 +173,15 @@ def outcome(record: Record) -> str:
 
 def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
     """Return a table of these rows. A row has, by the column's name, a cell or a text that becomes a cell."""
-    made = DataFrame(list(rows), dtype=object)
-    made = made.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
-    made.attrs["caption"] = caption
-    return made
+    cells = DataFrame(list(rows), dtype=object)
+    cells = cells.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
+    cells.attrs["caption"] = caption
+    return cells
 
 
-def texts(made: DataFrame) -> DataFrame:
+def texts(cells: DataFrame) -> DataFrame:
     """Return the texts of a table's cells, without the column of links to records."""
-    return made.drop(columns="records", errors="ignore").map(lambda cell: cell.text)
+    return cells.drop(columns="records", errors="ignore").map(lambda cell: cell.text)
 
 
 def record_row(entry: Entry) -> dict[str, Cell | str]:
@@ -246,11 +246,15 @@ def numbers_of(keys: Iterable[str], entries: Sequence[Entry]) -> tuple[int, ...]
     return tuple(entry.number for entry in entries if entry.record.key in keys)
 
 
-def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]) -> DataFrame:
+def claim_table(
+    findings: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
+) -> DataFrame:
     """Return a table of claims, with two verdicts for each: by our records, and by the numbers that the original
     published."""
-    where, seen = ("imported logs", "seen in the logs") if verify.is_of_logs(here) else ("here", "seen here")
-    there = {finding.claim.id: finding for finding in published}
+    where, seen = (
+        ("imported logs", "seen in the logs") if verify.is_of_logs(findings) else ("here", "seen here")
+    )
+    published_by_id = {finding.claim.id: finding for finding in published}
     return table(
         "Claims of the papers",
         [
@@ -266,34 +270,33 @@ def claim_table(here: Sequence[Finding], published: Sequence[Finding], entries: 
                 "published": Cell(other.verdict, look=f"{LOOKS[other.verdict]} {THERE}"),
                 "seen there": Cell(other.seen, more=why(other)),
             }
-            for finding, other in ((finding, there[finding.claim.id]) for finding in here)
+            for finding, other in ((finding, published_by_id[finding.claim.id]) for finding in findings)
         ],
     )
 
 
 def claims_shown(
-    here: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
+    findings: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
 ) -> list[DataFrame]:
     """Return up to three tables of claims: those that the records decide, in the order of `verify`; those that no
     record tests; and those about another machine. An empty table is left out."""
-    there = {finding.claim.id: finding for finding in published}
-    where = "imported logs" if verify.is_of_logs(here) else "here"
-    made = []
+    published_by_id = {finding.claim.id: finding for finding in published}
+    where = "imported logs" if verify.is_of_logs(findings) else "here"
+    tables = []
     for kind, caption in CLAIM_TABLES.items():
-        own = [
+        shown = [
             finding
             for verdict in verify.VERDICTS
-            for finding in here
+            for finding in findings
             if finding.verdict == verdict and kind == (verdict if verdict in CLAIM_TABLES else "")
         ]
-        if own:
-            made.append(
-                table(
-                    caption, [_claim_row(finding, there[finding.claim.id], where, entries) for finding in own]
-                )
-            )
-            made[-1].attrs["is_open"] = not kind
-    return made
+        if shown:
+            rows = [
+                _claim_row(finding, published_by_id[finding.claim.id], where, entries) for finding in shown
+            ]
+            tables.append(table(caption, rows))
+            tables[-1].attrs["is_open"] = not kind
+    return tables
 
 
 def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[Entry]) -> dict[str, Cell]:
@@ -324,9 +327,9 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
         {
             "method": name,
             **({"clock": clock} if has_clocks else {}),
-            **{params_text(size): cell if isinstance(cell, Cell) else "" for size, cell in own.items()},
+            **{params_text(size): cell if isinstance(cell, Cell) else "" for size, cell in row.items()},
         }
-        for (name, clock), own in did[_sizes_shown(did.notna())].iterrows()
+        for (name, clock), row in did[_sizes_shown(did.notna())].iterrows()
     ]
     return table(
         "Samples/s, verdict, and peaks of memory of the newest judged record of each method and size", rows
@@ -392,7 +395,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
                 "fits": Cell(fits_text(row), look=GOOD if row["fits"] and not row["missing"] else OPEN),
                 "predicted s": Cell("" if predicted is None else f"{predicted:.3g}", predicted),
                 "measured s": Cell(
-                    "" if took is None else f"{took:.3g}", took, links=tuple(each.number for each in runs)
+                    "" if took is None else f"{took:.3g}", took, links=tuple(entry.number for entry in runs)
                 ),
                 "binds": (row["binds"] or "") if predicted else "",
                 "largest -l": Cell(str(row["largest_layers"]), row["largest_layers"]),
@@ -400,8 +403,8 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
                 "predictions off by": off_text(row),
             }
         )
-    made = table(f"A step of {size}, on {advice.place.about}", rows)
-    return made[[name for name in made if any(cell.text or cell.links for cell in made[name])]]
+    cells = table(f"A step of {size}, on {advice.place.about}", rows)
+    return cells[[name for name in cells if any(cell.text or cell.links for cell in cells[name])]]
 
 
 def why(finding: Finding) -> str:
@@ -411,5 +414,5 @@ def why(finding: Finding) -> str:
         f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
     )
     alone = finding.numbers if finding.is_untrained else ""
-    told = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""
-    return "; ".join(part for part in (measured, finding.note, told) if part)
+    numbers_text = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""
+    return "; ".join(part for part in (measured, finding.note, numbers_text) if part)
