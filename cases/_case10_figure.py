@@ -7,20 +7,20 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from cases import _release_words as words
+from cases import _release_words as release_words
 from cases._releases import ENGINES, ROWS, ordered
 from papers.figures import plot
 from papers.figures.point import FigureRow
 
 # For each kind of cell its color, which differs from the others in grey, too, the color of its word, and its hatching.
 LOOKS = {
-    words.PASSES: ("#DCEBDD", "#3F5F42", None),
-    words.FAILS: ("#8E1B1B", "white", None),
-    words.CRASH: ("#D9A441", "black", None),
-    words.UNAVAILABLE: ("white", plot.EDGE, "////"),
+    release_words.PASSES: ("#DCEBDD", "#3F5F42", None),
+    release_words.FAILS: ("#8E1B1B", "white", None),
+    release_words.CRASH: ("#D9A441", "black", None),
+    release_words.UNAVAILABLE: ("white", plot.EDGE, "////"),
 }
 OTHER = ("#B9B9C9", "black", None)  # timeout, untested, ...
-SHORT = {words.UNAVAILABLE: "n/a"}
+SHORT = {release_words.UNAVAILABLE: "n/a"}
 CELL_INCHES, ROW_INCHES, LEFT_INCHES, RIGHT_INCHES = 0.225, 0.19, 2.0, 0.1
 TOP_INCHES, GAP_INCHES, BOTTOM_INCHES = 0.45, 0.75, 1.05  # a gap has releases and the next panel's title
 FEWEST_COLUMNS = 26  # the small print needs as much
@@ -29,30 +29,34 @@ FONT_SIZE, CHARACTER_INCHES = 4.6, 0.036  # of a word in a cell
 
 def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
     panels = {name: _of_engine(name, rows) for name in ENGINES}
-    panels = {name: own for name, own in panels.items() if own}
-    settings = {
-        name: [row for row in ROWS if any(each.series == row for each in own)] for name, own in panels.items()
-    }
-    columns = {name: ordered(row.group for row in own) for name, own in panels.items()}
+    panels = {name: cells for name, cells in panels.items() if cells}
+    settings = {name: _settings(cells) for name, cells in panels.items()}
+    columns = {name: ordered(cell.group for cell in cells) for name, cells in panels.items()}
     width = LEFT_INCHES + RIGHT_INCHES + CELL_INCHES * max(FEWEST_COLUMNS, *map(len, columns.values()))
     heights = [ROW_INCHES * len(names) for names in settings.values()]
     height = TOP_INCHES + sum(heights) + GAP_INCHES * (len(panels) - 1) + BOTTOM_INCHES
-    with plot.empty(width, height) as made:
+    with plot.empty(width, height) as drawing:
         top = height - TOP_INCHES
-        for name, own in panels.items():
+        for name, cells in panels.items():
             tall, wide = ROW_INCHES * len(settings[name]), CELL_INCHES * len(columns[name])
             place = (LEFT_INCHES / width, (top - tall) / height, wide / width, tall / height)
-            axes = made.add_axes(place)
+            axes = drawing.add_axes(place)
             plot.title(axes, name)
-            _panel(axes, own, settings[name], columns[name])
+            _panel(axes, cells, settings[name], columns[name])
             top -= tall + GAP_INCHES
-        _legend(made, rows)
-        plot.small_print(made, _small_print(rows, note))
-    return made
+        _legend(drawing, rows)
+        plot.small_print(drawing, _small_print(rows, note))
+    return drawing
 
 
 def _of_engine(name: str, rows: Sequence[FigureRow]) -> list[FigureRow]:
     return [row for row in rows if row.series in ROWS and ROWS[row.series].engine == name]
+
+
+def _settings(rows: Sequence[FigureRow]) -> list[str]:
+    """Return the names of these rows' settings, in the order of ROWS."""
+    names = {row.series for row in rows}
+    return [name for name in ROWS if name in names]
 
 
 def _panel(
@@ -61,13 +65,13 @@ def _panel(
     """Draw the cells of an engine. Neighbors of equal words share one word, which then may be longer."""
     cells = {(row.series, row.group): row for row in rows}
     for height, setting in enumerate(settings):
-        own = [cells.get((setting, release)) for release in columns]
+        row_cells = [cells.get((setting, release)) for release in columns]
         for (kind, text, is_unreported), run in itertools.groupby(
-            enumerate(own), lambda each: _told(each[1])
+            enumerate(row_cells), lambda numbered: _look_of(numbered[1])
         ):
             at = [index for index, _ in run]
             face, ink, hatch = LOOKS.get(kind, OTHER)
-            if kind == words.NOT_RUN:
+            if kind == release_words.NOT_RUN:
                 continue
             look: Any = {"edgecolor": plot.EDGE if hatch else "white", "linewidth": 0.4, "hatch": hatch}
             for index in at:
@@ -76,24 +80,22 @@ def _panel(
                 axes.add_patch(
                     _box(at[0], height, len(at), facecolor="none", edgecolor="black", linewidth=1.4)
                 )
-            told = _fitting(text, kind, len(at))
+            shown_text = _fitting(text, kind, len(at))
             # no line between two cells crosses the word
             box = {"facecolor": face, "edgecolor": "none", "pad": 0.2}
             look = {"ha": "center", "va": "center", "fontsize": FONT_SIZE, "color": ink, "bbox": box}
-            axes.text(at[0] + len(at) / 2, height + 0.5, told, **look)
+            axes.text(at[0] + len(at) / 2, height + 0.5, shown_text, **look)
     axes.set(xlim=(0, len(columns)), ylim=(len(settings), 0))
     axes.set_xticks([index + 0.5 for index in range(len(columns))], columns, rotation=90, fontsize=5)
     axes.set_yticks([index + 0.5 for index in range(len(settings))], settings, fontsize=5.8)
     axes.tick_params(length=0)
 
 
-def _told(row: FigureRow | None) -> tuple[str, str, bool]:
+def _look_of(row: FigureRow | None) -> tuple[str, str, bool]:
     """Return a cell's kind, its word, and if it fails without a public report."""
-    return (
-        (words.NOT_RUN, "", False)
-        if row is None
-        else (words.kind(row), words.word(row), words.is_unreported(row))
-    )
+    if row is None:
+        return release_words.NOT_RUN, "", False
+    return release_words.kind(row), release_words.word(row), release_words.is_unreported(row)
 
 
 def _box(x: float, y: float, width: float, **look: Any) -> Any:
@@ -105,37 +107,40 @@ def _box(x: float, y: float, width: float, **look: Any) -> Any:
 def _fitting(text: str, kind: str, num_cells: int) -> str:
     """Return the text if it fits into so many cells; else the kind, or a short word for it."""
     most = int(num_cells * CELL_INCHES / CHARACTER_INCHES)
-    return next(
-        (each for each in (text, kind, SHORT.get(kind, "")) if each and len(each) <= most), f"{kind[:4]}."
-    )
+    for label in (text, kind, SHORT.get(kind, "")):
+        if label and len(label) <= most:
+            return label
+    return f"{kind[:4]}."
 
 
 def _labeled(kind: str) -> str:
     return f"{kind} ({SHORT[kind]})" if kind in SHORT else kind
 
 
-def _legend(made: plot.Figure, rows: Sequence[FigureRow]) -> None:
+def _legend(drawing: plot.Figure, rows: Sequence[FigureRow]) -> None:
     from matplotlib.patches import Patch
 
-    kinds = dict.fromkeys(words.kind(row) for row in rows)
+    kinds = dict.fromkeys(release_words.kind(row) for row in rows)
     entries = []
     for kind in kinds:
         face, _, hatch = LOOKS.get(kind, OTHER)
         entries.append(
             Patch(facecolor=face, edgecolor=plot.EDGE, linewidth=0.4, hatch=hatch, label=_labeled(kind))
         )
-    if any(words.is_unreported(row) for row in rows):
-        entries.append(Patch(facecolor="none", edgecolor="black", linewidth=1.4, label=words.NONE_KNOWN))
-    entries.append(Patch(facecolor="white", edgecolor=plot.EDGE, linewidth=0.4, label=words.NOT_RUN))
-    made.legend(handles=entries, ncols=len(entries), loc="upper right", bbox_to_anchor=(0.995, 1.0))
+    if any(release_words.is_unreported(row) for row in rows):
+        entries.append(
+            Patch(facecolor="none", edgecolor="black", linewidth=1.4, label=release_words.NONE_KNOWN)
+        )
+    entries.append(Patch(facecolor="white", edgecolor=plot.EDGE, linewidth=0.4, label=release_words.NOT_RUN))
+    drawing.legend(handles=entries, ncols=len(entries), loc="upper right", bbox_to_anchor=(0.995, 1.0))
 
 
 def _small_print(rows: Sequence[FigureRow], note: str) -> str:
-    told = [
+    texts = [
         f"measured on {rows[0].machine}, {note}; {rows[0].num_layers} layers x {rows[0].hidden_size}: a cell passes"
         " by the gate if its losses, gradient norms, weights and moments are those of plain PyTorch",
-        *words.without_probe(rows),
+        *release_words.without_probe(rows),
         "in a name: 4: micro-batches; caller: several backward passes before one step, the last one marked;"
         " unmarked: none is; no-clip: no clipping",
     ]
-    return plot.wrapped(told)
+    return plot.wrapped(texts)

@@ -33,13 +33,13 @@ def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot
     the speed-up on many devices.
     """
     speeds = [row for row in rows if row.metric == "samples_per_second"]
-    with plot.empty(*SIZE_INCHES) as made:
-        above = made.add_gridspec(1, 2, wspace=0.17, left=0.075, right=0.985, top=0.925, bottom=0.63)
-        below = made.add_gridspec(
+    with plot.empty(*SIZE_INCHES) as drawing:
+        above = drawing.add_gridspec(1, 2, wspace=0.17, left=0.075, right=0.985, top=0.925, bottom=0.63)
+        below = drawing.add_gridspec(
             1, 2, width_ratios=(1.55, 1), wspace=0.2, left=0.145, right=0.985, top=0.475, bottom=0.16
         )
         first, second, third, fourth = (
-            made.add_subplot(grid[0, side]) for grid in (above, below) for side in (0, 1)
+            drawing.add_subplot(grid[0, side]) for grid in (above, below) for side in (0, 1)
         )
         _speeds(first, speeds, note, methods)
         _ratios(second, [row for row in rows if row.metric.endswith("_ratio")])
@@ -60,17 +60,17 @@ def figure(rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> plot
                 "color": plot.EDGE,
             }
             axes.text(0.5, 0.5, "No run of Hydra here.", **look)
-        plot.legend(made, speeds, {})
-        plot.small_print(made, f"{plot.caption(speeds, [], note)}\n{SMALL_PRINT}")
-    return made
+        plot.legend(drawing, speeds, {})
+        plot.small_print(drawing, f"{plot.caption(speeds, [], note)}\n{SMALL_PRINT}")
+    return drawing
 
 
 def _speeds(axes: plot.Axes, rows: Sequence[FigureRow], note: str, methods: Sequence[str]) -> None:
-    *alone, ours = methods
+    *alone, hydra = methods
     groups = []
-    for name, series in (*((name, "") for name in alone), (ours, ONE_SLOT), (ours, "")):
-        own = [row for row in rows if (row.method, row.series) == (name, series)]
-        groups.append((", ".join(filter(None, (method.load(name).label, series))), [own]))
+    for name, series in (*((name, "") for name in alone), (hydra, ONE_SLOT), (hydra, "")):
+        bar_rows = [row for row in rows if (row.method, row.series) == (name, series)]
+        groups.append((", ".join(filter(None, (method.load(name).label, series))), [bar_rows]))
     plot.bars(axes, groups)
     plot.tilt(axes)
     axes.axvline(len(alone) - 0.5, color=plot.EDGE, linewidth=0.5, linestyle=":")
@@ -98,17 +98,17 @@ def _ratios(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:
     plot.title(axes, f"simulated (virtual clock), {INSTANCES} random instances each")
     axes.set_ylabel("Makespan / proved optimum")
     groups = list(dict.fromkeys(row.group for row in rows))
-    found = {(row.metric, row.group, row.series): row.value or 0.0 for row in rows}
+    values = {(row.metric, row.group, row.series): row.value or 0.0 for row in rows}
     for place, (rule, (name, color, mark)) in enumerate(RULES.items()):
         at = [index + 0.14 * (place - (len(RULES) - 1) / 2) for index in range(len(groups))]
         means, largest = (
-            [found[f"{of}_ratio", group, rule] for group in groups] for of in ("mean", "largest")
+            [values[f"{of}_ratio", group, rule] for group in groups] for of in ("mean", "largest")
         )
         axes.vlines(at, means, largest, color=color, linewidth=1)
         axes.plot(at, means, mark, color=color, markersize=4, linestyle="", label=name)
     axes.axhline(1, color=plot.EDGE, linewidth=0.6)
     axes.set_xticks(range(len(groups)), [group.replace(", ", " devices,\n") + " models" for group in groups])
-    axes.set_ylim(0.97, 1.02 * max(found.values(), default=1.0) + 0.16)
+    axes.set_ylim(0.97, 1.02 * max(values.values(), default=1.0) + 0.16)
     axes.legend(loc="upper left", ncols=3, columnspacing=1, handletextpad=0.2, borderaxespad=0.1)
 
 

@@ -24,8 +24,8 @@ SMALL_PRINT = (
 
 
 def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
-    with plot.empty(7.6, 6.0) as made:
-        panels = made.subplots(2, 2)
+    with plot.empty(7.6, 6.0) as drawing:
+        panels = drawing.subplots(2, 2)
         (first, second), (third, fourth) = panels
 
         def of(metric: str) -> list[FigureRow]:
@@ -38,9 +38,9 @@ def figure(rows: Sequence[FigureRow], note: str) -> plot.Figure:
         measured = [row for row in rows if row.metric == "step_seconds" and row.origin == "run"]
         pauses = [row.value for row in of("pause_seconds") if row.value]
         pause = f"{statistics.median(pauses):.1f} s (measured, panel beside)" if pauses else "15 s (assumed)"
-        plot.small_print(made, f"{plot.caption(measured, [], note)}\n{SMALL_PRINT.format(pause)}")
-        made.subplots_adjust(left=0.085, right=0.93, top=0.95, bottom=0.175, wspace=0.34, hspace=0.35)
-    return made
+        plot.small_print(drawing, f"{plot.caption(measured, [], note)}\n{SMALL_PRINT.format(pause)}")
+        drawing.subplots_adjust(left=0.085, right=0.93, top=0.95, bottom=0.175, wspace=0.34, hspace=0.35)
+    return drawing
 
 
 def _schedules(axes: plot.Axes, rows: Sequence[FigureRow]) -> None:

@@ -21,8 +21,8 @@ NO_FORECAST = "no forecast: the machine's rates are not known (./run.sh doctor -
 def figure(rows: Sequence[FigureRow], names: Sequence[str], note: str) -> plot.Figure:
     measured = [row for row in rows if row.origin == "run"]
     foretold = [row for row in rows if row.origin == "simulated"]
-    with plot.empty(7.6, 4.2) as made:
-        panels = made.subplots(2, -(-len(names) // 2), squeeze=False)
+    with plot.empty(7.6, 4.2) as drawing:
+        panels = drawing.subplots(2, -(-len(names) // 2), squeeze=False)
         for number, (axes, name) in enumerate(zip(panels.flat, names, strict=False)):
             _panel(axes, _of(name, measured), _of(name, foretold), has_forecasts=bool(foretold))
             plot.title(axes, method.load(name).label)
@@ -35,11 +35,13 @@ def figure(rows: Sequence[FigureRow], names: Sequence[str], note: str) -> plot.F
             for axes in panels.flat
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        made.legend(handles.values(), handles.keys(), ncols=4, loc="upper right", bbox_to_anchor=(0.995, 1.0))
-        told = SMALL_PRINT if foretold else f"{SMALL_PRINT.partition(chr(10))[0]}\n{NO_FORECAST}"
-        plot.small_print(made, f"{plot.caption(measured, [], note)}\n{told}")
-        made.subplots_adjust(left=0.07, right=0.99, top=0.88, bottom=0.27, wspace=0.35, hspace=0.4)
-    return made
+        drawing.legend(
+            handles.values(), handles.keys(), ncols=4, loc="upper right", bbox_to_anchor=(0.995, 1.0)
+        )
+        explanation = SMALL_PRINT if foretold else f"{SMALL_PRINT.partition(chr(10))[0]}\n{NO_FORECAST}"
+        plot.small_print(drawing, f"{plot.caption(measured, [], note)}\n{explanation}")
+        drawing.subplots_adjust(left=0.07, right=0.99, top=0.88, bottom=0.27, wspace=0.35, hspace=0.4)
+    return drawing
 
 
 def _of(name: str, rows: Sequence[FigureRow]) -> list[FigureRow]:
@@ -50,11 +52,11 @@ def _panel(
     axes: plot.Axes, measured: Sequence[FigureRow], foretold: Sequence[FigureRow], has_forecasts: bool
 ) -> None:
     for series, (color, mark, text) in LOOKS.items():
-        own = [row for row in measured if row.series == series]
-        points = [(row.x or 0.0, row.value or 0.0) for row in own if plot.succeeded(row)]
+        series_rows = [row for row in measured if row.series == series]
+        points = [(row.x or 0.0, row.value or 0.0) for row in series_rows if plot.succeeded(row)]
         if points:
             axes.plot(*zip(*points, strict=True), "-", color=color)
-        for row in own:
+        for row in series_rows:
             x, look = [row.x or 0.0], dict[str, Any](color=color, markersize=4)
             if plot.succeeded(row):
                 look |= (

@@ -77,8 +77,8 @@ class Machines:
             os.kill(agents[-1], kind)
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
-        found = read_lines(self.job / "events.jsonl")
-        return [line for line in found if line["event"] == kind and line["time"] > since]
+        lines = read_lines(self.job / "events.jsonl")
+        return [line for line in lines if line["event"] == kind and line["time"] > since]
 
     @property
     def steps(self) -> list[dict[str, Any]]:

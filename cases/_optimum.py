@@ -31,7 +31,7 @@ def instance(seed: int, num_models: int) -> list[list[int]]:
     are whole numbers."""
     rng = random.Random(seed)
     shards = ([rng.randint(1, 9) for _ in range(rng.randint(2, 4))] for _ in range(num_models))
-    return [[int(unit) for unit in chain(each, rng.randint(2, 4))] for each in shards]
+    return [[int(unit) for unit in chain(seconds, rng.randint(2, 4))] for seconds in shards]
 
 
 @functools.cache
@@ -39,15 +39,15 @@ def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
     """Return ratios of makespan to optimum, by scheduling rule, and under WHOLE for models that are placed whole. There
     is one ratio for each instance whose optimum was proved within the limit of optimum().
     """
-    found: dict[str, list[float]] = {name: [] for name in (*POLICIES, WHOLE)}
+    ratios_by_rule: dict[str, list[float]] = {name: [] for name in (*POLICIES, WHOLE)}
     for seed in range(INSTANCES):
         chains = instance(1000 * num_devices + seed, num_models)
         best = optimum(chains, num_devices)
         if best is not None:
             for name in POLICIES:
-                found[name].append(simulate(chains, num_devices, name).makespan / best)
-            found[WHOLE].append(simulate(whole_models(chains), num_devices).makespan / best)
-    return found
+                ratios_by_rule[name].append(simulate(chains, num_devices, name).makespan / best)
+            ratios_by_rule[WHOLE].append(simulate(whole_models(chains), num_devices).makespan / best)
+    return ratios_by_rule
 
 
 def optimum(chains: Sequence[Sequence[int]], num_devices: int, limit: float = 10.0) -> int | None:

@@ -34,21 +34,23 @@ class LargestModel(Case):
         rows = []
         for name in self.methods:
             is_final = searches.is_searched(name, records)
-            found = (row_of(self.metric, part) for part in searches.largest(name, records) if part)
-            rows += [replace(row, is_final=is_final) for row in found]
+            size_rows = (row_of(self.metric, part) for part in searches.largest(name, records) if part)
+            rows += [replace(row, is_final=is_final) for row in size_rows]
         return rows
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return up to two rows per method: the largest size that trained, then the next larger size that failed. A
         size that trained without passing the gate counts only if no size of the method passed the gate.
         """
-        found = []
+        picked = []
         for name in self.methods:
-            own = sorted((row for row in rows if row.method == name), key=lambda row: row.value or 0.0)
-            trained = [row for row in own if plot.succeeded(row)]
+            method_rows = sorted(
+                (row for row in rows if row.method == name), key=lambda row: row.value or 0.0
+            )
+            trained = [row for row in method_rows if plot.succeeded(row)]
             best = next((row for row in reversed(trained) if row.valid), trained[-1] if trained else None)
             largest = (best.value or 0.0) if best else -1.0
-            failed = [row for row in own if not plot.succeeded(row) and (row.value or 0.0) > largest]
-            found += [replace(best, is_final=bool(failed))] if best else []
-            found += failed[:1]
-        return found
+            failed = [row for row in method_rows if not plot.succeeded(row) and (row.value or 0.0) > largest]
+            picked += [replace(best, is_final=bool(failed))] if best else []
+            picked += failed[:1]
+        return picked

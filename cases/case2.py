@@ -32,9 +32,9 @@ class SpeedAtLargestSizes(Case):
     picks = True
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        found = {name: sizes[name] for name in BASELINES if name in sizes}
-        baselines = [used.job(name, depth) for name, depth in found.items()]
-        depths = sorted(set(found.values()))
+        depth_by_method = {name: sizes[name] for name in BASELINES if name in sizes}
+        baselines = [used.job(name, depth) for name, depth in depth_by_method.items()]
+        depths = sorted(set(depth_by_method.values()))
         return baselines + [
             used.job(OURS, depth, window_size=used.window_at(depth), **STREAMED) for depth in depths
         ]
@@ -54,11 +54,11 @@ class SpeedAtLargestSizes(Case):
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
         groups = []
         for name in BASELINES:
-            own = [row for row in rows if row.method == name]
-            depths = sorted({row.num_layers for row in own})
-            ours = [row for row in rows if row.method == OURS and row.num_layers in depths]
+            baseline_rows = [row for row in rows if row.method == name]
+            depths = sorted({row.num_layers for row in baseline_rows})
+            stronghold_rows = [row for row in rows if row.method == OURS and row.num_layers in depths]
             size = f"\n{' and '.join(map(str, depths))} layers" if depths else ""
-            groups.append((f"{method.load(name).label}{size}", [own, ours]))
+            groups.append((f"{method.load(name).label}{size}", [baseline_rows, stronghold_rows]))
         plot.bars(axes, groups)
         plot.tilt(axes)
 
@@ -67,12 +67,14 @@ class SpeedAtLargestSizes(Case):
         that passed the gate are preferred to other runs. An imported log counts with its speed even if its run ended
         early, as did the paper's run of L2L.
         """
-        found = []
+        picked = []
         for name in BASELINES:
-            own = [row for row in rows if row.method == name]
+            method_rows = [row for row in rows if row.method == name]
             trained = [
-                row for row in own if plot.succeeded(row) or (row.origin == "imported" and row.has_number)
+                row
+                for row in method_rows
+                if plot.succeeded(row) or (row.origin == "imported" and row.has_number)
             ]
-            found += sorted(trained, key=lambda row: (row.valid, row.num_layers))[-1:]
-        depths = {row.num_layers for row in found}
-        return found + [row for row in rows if row.method == OURS and row.num_layers in depths]
+            picked += sorted(trained, key=lambda row: (row.valid, row.num_layers))[-1:]
+        depths = {row.num_layers for row in picked}
+        return picked + [row for row in rows if row.method == OURS and row.num_layers in depths]

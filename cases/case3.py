@@ -23,8 +23,8 @@ class SpeedAtOneSize(Case):
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = used.depth(PUBLISHED_DEPTH)
-        ours = {"window_size": used.window_at(depth), **STREAMED}
-        return [used.job(name, depth, **(ours if name == WINDOWED else {})) for name in self.methods]
+        streamed = {"window_size": used.window_at(depth), **STREAMED}
+        return [used.job(name, depth, **(streamed if name == WINDOWED else {})) for name in self.methods]
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return the rows at the depth at which most methods were run; if several depths have equally many methods,

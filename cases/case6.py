@@ -51,33 +51,33 @@ class ModelSelection(Case):
         """Return, for each method, a row with the speed of all models together in samples per second. Then return rows
         with the turns of shards in the last step of Hydra's last run.
         """
-        found = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
+        speeds = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
         for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
-            found += [replace(speed, series=series) for speed in points.points(METRIC, records, [job])]
+            speeds += [replace(speed, series=series) for speed in points.points(METRIC, records, [job])]
         # reasons of baselines without a value
-        lacking = {name: _shortfall(used, name) for name in BASELINES if found}
+        lacking = {name: _shortfall(used, name) for name in BASELINES if speeds}
         refused = [
             FigureRow(
                 METRIC,
                 name,
-                found[0].num_layers,
-                found[0].hidden_size,
+                speeds[0].num_layers,
+                speeds[0].hidden_size,
                 None,
                 None,
                 num_runs=0,
                 status="does-not-fit",
                 reason=reason,
-                machine=found[0].machine,
-                clock=found[0].clock,
+                machine=speeds[0].machine,
+                clock=speeds[0].clock,
             )
             for name, reason in lacking.items()
             if reason
         ]
-        found = [
-            replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *found)
+        speeds = [
+            replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *speeds)
         ]
         both = points.repeats(_together(used)[0], records)
-        return found + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
+        return speeds + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
 
     def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return simulated rows: the ratio of each rule to the proved optimum and, if `rows` have measured turns of
@@ -114,8 +114,8 @@ def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
 def _alone(used: CaseProfile, name: str) -> list[Job]:
     """Return one job per batch size; each trains one model. Return no job if the plan for the whole batch does not
     fit."""
-    its = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
-    return [each.job(name, _depth(used)) for each in its]
+    profiles = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
+    return [profile.job(name, _depth(used)) for profile in profiles]
 
 
 def _shortfall(used: CaseProfile, name: str) -> str | None:
@@ -156,11 +156,11 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
     measured = [points.repeats(job, records) for job in alone]
     if not measured or not all(measured):
         return []
-    each = [row_of(METRIC, found) for found in measured]
-    worst = next((one for one in each if not one.valid), each[0])
-    values = [speed for found in zip(*measured, strict=False) if (speed := _speed(found)) is not None]
+    rows = [row_of(METRIC, repeats) for repeats in measured]
+    worst = next((one for one in rows if not one.valid), rows[0])
+    values = [speed for repeats in zip(*measured, strict=False) if (speed := _speed(repeats)) is not None]
     low, high = interval(values)
-    scatters = [one.scatter for one in each if one.scatter is not None]
+    scatters = [one.scatter for one in rows if one.scatter is not None]
     return [
         replace(
             worst,
@@ -170,20 +170,22 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
             num_runs=len(values),
             values=tuple(values),
             scatter=max(scatters, default=None),
-            keys=tuple(key for one in each for key in one.keys),
+            keys=tuple(key for one in rows for key in one.keys),
             steps=(),
-            num_steps=min(one.num_steps or 0 for one in each),
+            num_steps=min(one.num_steps or 0 for one in rows),
         )
     ]
 
 
-def _speed(found: Sequence[Record]) -> float | None:
+def _speed(records: Sequence[Record]) -> float | None:
     """Return the samples per second of models that train one after another on equally many samples, each with its own
     batch size; None if a record has no step time.
     """
-    if not all(record.median_step_seconds for record in found):
+    if not all(record.median_step_seconds for record in records):
         return None
-    return len(found) / sum((record.median_step_seconds or 0) / record.samples_per_step for record in found)
+    return len(records) / sum(
+        (record.median_step_seconds or 0) / record.samples_per_step for record in records
+    )
 
 
 def _turns(record: Record) -> list[FigureRow]:
@@ -193,7 +195,7 @@ def _turns(record: Record) -> list[FigureRow]:
     turns = record.schedule.get("turns", [])
     if not turns:
         return []
-    loads = [each.job.workload for each in record.models()]
+    loads = [model.job.workload for model in record.models()]
     names = [f"lr {load.learning_rate:.1e}, batch {load.batch_size}" for load in loads]
     began = max(turn[-1] for turn in turns) - record.step_seconds[-1]
     last = [turn for turn in turns if (turn[-2] + turn[-1]) / 2 >= began]
@@ -211,13 +213,13 @@ def _quality() -> list[FigureRow]:
         replace(
             SIMULATED,
             metric=metric,
-            value=of(each),
+            value=of(rule_ratios),
             series=rule,
             group=f"{devices}, {models}",
-            num_runs=len(each),
+            num_runs=len(rule_ratios),
         )
         for devices, models in _optimum.SIZES
-        for rule, each in _optimum.ratios(devices, models).items()
+        for rule, rule_ratios in _optimum.ratios(devices, models).items()
         for metric, of in (("mean_ratio", statistics.mean), ("largest_ratio", max))
     ]
 
@@ -225,12 +227,12 @@ def _quality() -> list[FigureRow]:
 def _speed_up(chains: list[list[float]]) -> list[FigureRow]:
     """Return rows with the speed-up of several devices over one device, for these models and for MANY such models.
     `chains`: the seconds of each model's units."""
-    found = []
+    rows = []
     for number in (len(chains), MANY):
         several = [chains[index % len(chains)] for index in range(number)]
         alone = sum(map(sum, several))
         for count in DEVICES:
             if count <= 2 * number and (number < MANY or count == 1 or count >= 32):
                 speed_up = alone / simulate(several, count).makespan if count > 1 else 1.0
-                found.append(replace(SIMULATED, value=speed_up, series=f"{number:,} models", x=float(count)))
-    return found
+                rows.append(replace(SIMULATED, value=speed_up, series=f"{number:,} models", x=float(count)))
+    return rows

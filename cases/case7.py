@@ -71,15 +71,17 @@ class Pipelines(Case):
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         """Return a job for each number of stages and size of micro-batch, at the published depth or, on a GPU, at the
         largest depth at which the largest micro-batch fits."""
-        [its] = self.profiles(used)
-        num_ranks = RANKS[its.device]
+        [profile] = self.profiles(used)
+        num_ranks = RANKS[profile.device]
         most = max(RUNS[used.kind])
         fits = (
-            its.largest_planned(OURS, num_stages=1, chunk_size=most) if its.device == "cuda" else used.common
+            profile.largest_planned(OURS, num_stages=1, chunk_size=most)
+            if profile.device == "cuda"
+            else used.common
         )
         num_layers = max(1, min(used.common, fits))
         return [
-            its.job(OURS, num_layers, world_size=num_ranks, num_stages=num_stages, chunk_size=chunk_size)
+            profile.job(OURS, num_layers, world_size=num_ranks, num_stages=num_stages, chunk_size=chunk_size)
             for num_stages in range(1, num_ranks + 1)
             if num_ranks % num_stages == 0
             for chunk_size in RUNS[used.kind]
@@ -114,56 +116,19 @@ class Pipelines(Case):
             for job in self.jobs(used, {})
             for row in points.points(METRIC, records, [job])
         ]
-        return (
-            [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))]
-            if measured
-            else []
-        )
+        if not measured:
+            return []
+        return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))]
 
     def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> list[FigureRow]:
         """Return the step times predicted from the profile that measure() left, each step of both jobs, and the
         morphing job's pauses."""
-        folder, found = _folder(used, results), list[FigureRow]()
-        measured = {row.group: row for row in rows if row.origin == "run" and row.value}
+        folder = _folder(used, results)
+        foretold: list[FigureRow] = []
         if (folder / "profile").exists():
             job, *_ = self.jobs(used, {})
-            num_ranks = RANKS[job.device]
-            for row in AutoConfig(num_ranks, num_ranks, job.workload.batch_size, folder / "profile").table():
-                if (
-                    one := measured.get(_group(row.num_stages, row.chunk_size))
-                ) and row.num_ranks == num_ranks:
-                    found.append(
-                        replace(
-                            SIMULATED,
-                            metric="foretold_seconds",
-                            value=row.step_seconds,
-                            x=one.value,
-                            group=one.group,
-                            machine=one.machine,
-                        )
-                    )
-        imported = replace(SIMULATED, origin="imported", clock="")
-        for name in ("undisturbed", "morphed"):
-            steps = _steps(folder, name)
-            for step in steps:
-                for metric, value in (("loss", step["loss"]), ("workers", step["num_workers"])):
-                    found.append(
-                        replace(
-                            imported, metric=metric, value=float(value), x=float(step["step"]), series=name
-                        )
-                    )
-            for before, after in itertools.pairwise(steps):
-                if before["round"] != after["round"]:
-                    found.append(
-                        replace(
-                            imported,
-                            metric="pause_seconds",
-                            value=after["time"] - before["time"],
-                            x=float(after["step"]),
-                            series=name,
-                        )
-                    )
-        return found
+            foretold = _foretold(rows, RANKS[job.device], job.workload.batch_size, folder / "profile")
+        return [*foretold, *_job_rows(folder, "undisturbed"), *_job_rows(folder, "morphed")]
 
     def kept(self, used: CaseProfile, results: Path) -> list[Path]:
         folder = _folder(used, results)
@@ -183,6 +148,39 @@ def _folder(used: CaseProfile, results: Path) -> Path:
 
 def _steps(folder: Path, name: str) -> list[dict[str, Any]]:
     return read_lines(folder / name / "job" / "steps.jsonl")
+
+
+def _foretold(rows: Sequence[FigureRow], num_ranks: int, batch_size: int, profile: Path) -> list[FigureRow]:
+    """Return the step times that AutoConfig predicts from a profile, of those configurations that were measured."""
+    measured = {row.group: row for row in rows if row.origin == "run" and row.value}
+    foretold = []
+    for config in AutoConfig(num_ranks, num_ranks, batch_size, profile).table():
+        row = measured.get(_group(config.num_stages, config.chunk_size))
+        if row and config.num_ranks == num_ranks:
+            foretold.append(
+                replace(
+                    SIMULATED,
+                    metric="foretold_seconds",
+                    value=config.step_seconds,
+                    x=row.value,
+                    group=row.group,
+                    machine=row.machine,
+                )
+            )
+    return foretold
+
+
+def _job_rows(folder: Path, name: str) -> Iterator[FigureRow]:
+    """Yield the loss and the workers of each step of a job, then the job's pauses from round to round."""
+    imported = replace(SIMULATED, origin="imported", clock="", series=name)
+    steps = _steps(folder, name)
+    for step in steps:
+        for metric, value in (("loss", step["loss"]), ("workers", step["num_workers"])):
+            yield replace(imported, metric=metric, value=float(value), x=float(step["step"]))
+    for before, after in itertools.pairwise(steps):
+        if before["round"] != after["round"]:
+            pause_seconds = after["time"] - before["time"]
+            yield replace(imported, metric="pause_seconds", value=pause_seconds, x=float(after["step"]))
 
 
 def _group(num_stages: int, chunk_size: int) -> str:

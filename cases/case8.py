@@ -46,27 +46,27 @@ class Scaling(Case):
         """Return a profile for each batch size. Without a GPU the profiles use the device cpu, because the device sim
         has only one rank.
         """
-        its = replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used
-        sizes = dict.fromkeys([*RANKS, its.workload.batch_size])
-        return tuple(replace(its, workload=replace(its.workload, batch_size=size)) for size in sizes)
+        profile = replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used
+        sizes = dict.fromkeys([*RANKS, profile.workload.batch_size])
+        return tuple(replace(profile, workload=replace(profile.workload, batch_size=size)) for size in sizes)
 
     def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        found = [job for _, _, job in self._points(used)]
-        return [job for index, job in enumerate(found) if job not in found[:index]]
+        jobs_of_points = [job for _, _, job in self._points(used)]
+        return [job for index, job in enumerate(jobs_of_points) if job not in jobs_of_points[:index]]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
         """Return each measured row, followed by its predicted row. A method without a run on one rank is left out,
         because its other runs may belong to other cases.
         """
-        found = []
+        rows = []
         for series, num_ranks, job in self._points(used):
-            own = [record for record in records if record.job.world_size == num_ranks]
-            if repeats := points.repeats(job, own):
+            records_by_ranks = [record for record in records if record.job.world_size == num_ranks]
+            if repeats := points.repeats(job, records_by_ranks):
                 row = replace(row_of(self.metric, repeats), series=series, x=float(num_ranks))
-                found.append(row)
+                rows.append(row)
                 if forecast := accuracy.of_record(repeats[-1]):
                     speed = repeats[-1].samples_per_step / forecast.seconds
-                    found.append(
+                    rows.append(
                         replace(
                             row,
                             metric=FORETOLD,
@@ -83,15 +83,15 @@ class Scaling(Case):
                             values=(),
                         )
                     )
-        alone = {row.method for row in found if row.x == 1.0}
-        return [row for row in found if row.method in alone]
+        alone = {row.method for row in rows if row.x == 1.0}
+        return [row for row in rows if row.method in alone]
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
         return _case8_figure.figure(rows, self.methods, note)
 
     def _points(self, used: CaseProfile) -> Iterator[tuple[str, int, Job]]:
         """Yield for each point of the figure its series, its number of ranks and its job."""
-        by_size = {each.workload.batch_size: each for each in self.profiles(used)}
+        by_size = {profile.workload.batch_size: profile for profile in self.profiles(used)}
         whole, num_layers = used.workload.batch_size, used.common
         if used.device == "cuda":  # a budget that holds the published depth may not hold it for every method
             largest = (by_size[whole].largest_planned(name) for name in self.methods)

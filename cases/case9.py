@@ -45,9 +45,9 @@ class SpeedByTokens(Case):
         depth = used.depth(PUBLISHED_DEPTH)
         options = {OURS: {"window_size": used.window_at(depth), **STREAMED}}
         return [
-            each.job(name, depth, **options.get(name, {}))
+            profile.job(name, depth, **options.get(name, {}))
             for name in self.methods
-            for each in self.profiles(used)
+            for profile in self.profiles(used)
         ]
 
     def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
@@ -59,19 +59,19 @@ class SpeedByTokens(Case):
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
         """Draw one panel per method; the dotted line is the reference's speed."""
-        with plot.empty(*SIZE_INCHES) as made:
-            panels = list(made.subplots(2, -(-len(self.methods) // 2)).flat)
+        with plot.empty(*SIZE_INCHES) as drawing:
+            panels = list(drawing.subplots(2, -(-len(self.methods) // 2)).flat)
             for axes, name in zip(panels, self.methods, strict=True):
                 self._panel(axes, rows, name)
             top = max(axes.get_ylim()[1] for axes in panels)
             for axes in panels:
                 axes.set_ylim(0, 1.08 * top)
-            plot.legend(made, rows, {}, is_line=True)
-            plot.small_print(made, plot.caption(rows, [], f"{note}; dotted: the reference"))
-            made.supxlabel("Tokens of a step", fontsize=8, y=0.14)
-            made.supylabel(plot.LABELS[self.metric], fontsize=8, x=0.005)
-            made.subplots_adjust(left=0.085, right=0.985, top=0.87, bottom=0.23, wspace=0.32, hspace=0.45)
-        return made
+            plot.legend(drawing, rows, {}, is_line=True)
+            plot.small_print(drawing, plot.caption(rows, [], f"{note}; dotted: the reference"))
+            drawing.supxlabel("Tokens of a step", fontsize=8, y=0.14)
+            drawing.supylabel(plot.LABELS[self.metric], fontsize=8, x=0.005)
+            drawing.subplots_adjust(left=0.085, right=0.985, top=0.87, bottom=0.23, wspace=0.32, hspace=0.45)
+        return drawing
 
     def _panel(self, axes: plot.Axes, rows: Sequence[FigureRow], name: str) -> None:
         axes.set_xscale("log", base=2)

@@ -127,73 +127,77 @@ def _is_current(path: Path) -> bool:
 def profiles(records: Sequence[Record]) -> list[str]:
     """Return the names of the profiles whose records have traces."""
     names = (re.fullmatch(r"overlap_(.+)\.json", Path(record.job.trace or "").name) for record in records)
-    return list(dict.fromkeys(found[1] for found in names if found and found[1].split("_")[0] in RUNS))
+    return list(dict.fromkeys(match[1] for match in names if match and match[1].split("_")[0] in RUNS))
 
 
 def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]:
     """Return the measured timeline, then the virtual timelines. Raises ValueError if there is no measured timeline."""
     traced = results / "traces" / f"overlap_{profile}.json"
-    own = [each for each in records if Path(each.job.trace or "").name == traced.name and each.status == "ok"]
-    if not own or not traced.exists():
+    runs = [
+        record
+        for record in records
+        if Path(record.job.trace or "").name == traced.name and record.status == "ok"
+    ]
+    if not runs or not traced.exists():
         raise ValueError(
             f"expected a trace of profile {profile} in {results}, got none; try {call(NAME, profile)}"
         )
     paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
-    return [Shown(read(traced), own[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
+    return [Shown(read(traced), runs[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
 
 
-def table(found: Sequence[Shown]) -> DataFrame:
+def table(timelines: Sequence[Shown]) -> DataFrame:
     """Return a table with a row for each timeline: the seconds of one step, and of each kind of work in it, as text."""
     import pandas
 
-    made = pandas.DataFrame(
+    frame = pandas.DataFrame(
         [
             {
-                "clock": each.timeline.about["clock"],
-                "title": each.timeline.about["title"],
-                "step": each.step.work,
+                "clock": shown.timeline.about["clock"],
+                "title": shown.timeline.about["title"],
+                "step": shown.step.work,
             }
-            for each in found
+            for shown in timelines
         ]
     )
     for name in ("step", "compute"):
-        made[f"{name}_seconds"] = [f"{getattr(each.share, name):.9f}" for each in found]
+        frame[f"{name}_seconds"] = [f"{getattr(shown.share, name):.9f}" for shown in timelines]
     for kind, name in itertools.product(KINDS, ("hidden", "exposed")):
-        made[f"{kind}_{name}_seconds"] = [f"{getattr(each.share, name)[kind]:.9f}" for each in found]
-    return made
+        frame[f"{kind}_{name}_seconds"] = [f"{getattr(shown.share, name)[kind]:.9f}" for shown in timelines]
+    return frame
 
 
-def extract(found: Sequence[Shown], profile: str, out: Path) -> Path:
+def extract(timelines: Sequence[Shown], profile: str, out: Path) -> Path:
     path = out / f"overlap_{profile}.csv"
     out.mkdir(parents=True, exist_ok=True)
-    case_files.write_table(table(found), path)
+    case_files.write_table(table(timelines), path)
     return path
 
 
-def draw(found: Sequence[Shown], profile: str, out: Path) -> list[Path]:
-    return plot.save(figure(found, f"profile {profile}"), out / f"overlap_{profile}")
+def draw(timelines: Sequence[Shown], profile: str, out: Path) -> list[Path]:
+    return plot.save(figure(timelines, f"profile {profile}"), out / f"overlap_{profile}")
 
 
-def figure(found: Sequence[Shown], note: str) -> plot.Figure:
+def figure(timelines: Sequence[Shown], note: str) -> plot.Figure:
     """Draw one row per timeline: one step on the left, and on the right bars for the shares of the step."""
     from matplotlib.patches import Patch
 
-    height = TOP_INCHES + len(found) * ROW_INCHES - GAP_INCHES + BOTTOM_INCHES
-    with plot.empty(WIDTH_INCHES, height) as made:
-        rows = made.subplots(len(found), 2, squeeze=False, gridspec_kw={"width_ratios": (3.4, 1)})
+    height = TOP_INCHES + len(timelines) * ROW_INCHES - GAP_INCHES + BOTTOM_INCHES
+    with plot.empty(WIDTH_INCHES, height) as drawing:
+        rows = drawing.subplots(len(timelines), 2, squeeze=False, gridspec_kw={"width_ratios": (3.4, 1)})
         works: set[str] = set()
-        for each, (left, right) in zip(found, rows, strict=True):
-            works |= _lanes(left, each)
-            _shares(right, each.share)
+        for shown, (left, right) in zip(timelines, rows, strict=True):
+            works |= _lanes(left, shown)
+            _shares(right, shown.share)
         rows[-1][0].set_xlabel("milliseconds since the start of the step")
         rows[-1][1].set_xlabel("% of the step")
         keys = [Patch(color=color, label=work) for work, color in COLORS.items() if work in works]
         keys.append(Patch(label="exposed", **EXPOSED))
-        made.legend(
+        drawing.legend(
             handles=keys, loc="upper right", ncols=len(keys), bbox_to_anchor=(0.995, 1.0), columnspacing=1.2
         )
-        plot.small_print(made, _caption(found, note))
-        made.subplots_adjust(
+        plot.small_print(drawing, _caption(timelines, note))
+        drawing.subplots_adjust(
             left=0.1,
             right=0.99,
             top=1 - TOP_INCHES / height,
@@ -201,12 +205,12 @@ def figure(found: Sequence[Shown], note: str) -> plot.Figure:
             wspace=0.2,
             hspace=GAP_INCHES / (ROW_INCHES - GAP_INCHES),
         )
-    return made
+    return drawing
 
 
-def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
+def _lanes(axes: plot.Axes, shown: Shown) -> set[str]:
     """Draw the step with a lane for each stream and thread; return the kinds of work that were drawn."""
-    step, spans = each.step, each.timeline.spans
+    step, spans = shown.step, shown.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
     lanes = sorted(
         {span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track)
@@ -222,9 +226,9 @@ def _lanes(axes: plot.Axes, each: Shown) -> set[str]:
     )
     milliseconds = 1000 * (step.end - step.start)
     axes.set(xlim=(0, milliseconds), ylim=(-0.6, len(lanes) - 0.4))
-    source = "virtual, nothing measured" if each.timeline.about["clock"] == "virtual" else "measured"
-    gate = "" if each.record is None or each.record.gate.passed else ", gate not passed"
-    title = f"{source}{gate}: {each.title}; {step.work}, {plot.number(milliseconds)} ms"
+    source = "virtual, nothing measured" if shown.timeline.about["clock"] == "virtual" else "measured"
+    gate = "" if shown.record is None or shown.record.gate.passed else ", gate not passed"
+    title = f"{source}{gate}: {shown.title}; {step.work}, {plot.number(milliseconds)} ms"
     axes.set_title(title, fontsize=6.3, loc="left", color=plot.EDGE)
     return {span.work for span in inside}
 
@@ -246,15 +250,15 @@ def _shares(axes: plot.Axes, of: Share) -> None:
     axes.set_title("busy; hidden + exposed", fontsize=6.5, loc="left", color=plot.EDGE)
 
 
-def _caption(found: Sequence[Shown], note: str) -> str:
+def _caption(timelines: Sequence[Shown], note: str) -> str:
     texts = [
         "exposed: while the device does not compute; copies and updates exposed at once count in both bars"
     ]
-    for record in (each.record for each in found if each.record):
+    for record in (shown.record for shown in timelines if shown.record):
         clock = plot.CLOCKS.get(record.clock, record.clock)
         where = f"{machine_of(record)}; clock {clock}; one step of one run"
         texts.append(f"measured: {note}; {where}; gate: {record.gate.verdict}")
-    if len(found) > 1:
+    if len(timelines) > 1:
         texts.append(
             "virtual: the method's own code under a virtual clock, by the rates of machines.yaml, published"
             " shape; no number of it was measured"
@@ -268,11 +272,11 @@ def collect(
     """Run the jobs, write the table and draw the figure; return the records. If `only` is "extract", write and print
     the table alone. If `only` is "draw", write the table and draw. In both cases no job runs; None: do all."""
     finished = [] if only else run(used, results, report)
-    found = shown(used.name, results, records_of(results))
-    path = extract(found, used.name, out)
+    timelines = shown(used.name, results, records_of(results))
+    path = extract(timelines, used.name, out)
     if only == "extract":
         print(path.read_text(), end="")
         return finished
-    made = draw(found, used.name, out)
-    print(f"case overlap: {', '.join(map(str, [path, *made]))}")
+    figures = draw(timelines, used.name, out)
+    print(f"case overlap: {', '.join(map(str, [path, *figures]))}")
     return finished

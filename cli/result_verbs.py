@@ -86,14 +86,14 @@ def readable(path: Path) -> str:
 @options.as_json
 def verify(results: Path, against: str | None, machine: str | None, as_json: bool) -> None:
     """Judge the papers' claims by the records. Exit code 1: a claim fails, or an expected failure passes."""
-    from papers.claims.verify import failed, findings, show
+    from papers.claims.verify import failed, findings, print_findings
 
     if against is None and not results.is_dir():
         raise ValueError(
             f"no folder {results}: try --results with a folder of records, which ./run.sh case all writes"
         )
     claims = findings(results, against, machine)
-    show(claims, as_json)
+    print_findings(claims, as_json)
     sys.exit(CHECK_FAILED if failed(claims) else 0)
 
 
@@ -111,18 +111,18 @@ def compare(names: tuple[str, ...], results: Path, baseline: str | None, as_json
     Exit code 1: A and B cannot be compared. With --baseline, also 5: A does not train like the baseline; 8: A trains
     like the baseline, but slower.
     """
-    from papers.claims import baseline as held_against
-    from papers.claims.compare import run
+    from papers.claims.baseline import print_held
+    from papers.claims.compare import print_comparisons
 
     if baseline is None:
         if len(names) != 2:
             raise ValueError(f"expected two arguments, A and B, got {len(names)}; or try --baseline BASE")
         a, b = names
-        sys.exit(0 if run(a, b, results, as_json) else CHECK_FAILED)
+        sys.exit(0 if print_comparisons(a, b, results, as_json) else CHECK_FAILED)
     if len(names) > 1:
         raise ValueError(f"expected at most one argument with --baseline, got {len(names)}")
     new = names[0] if names else str(results)
-    sys.exit(of_baseline(*held_against.run(baseline, new, results, as_json)))
+    sys.exit(of_baseline(*print_held(baseline, new, results, as_json)))
 
 
 @click.command()

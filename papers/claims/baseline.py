@@ -25,7 +25,7 @@ from papers.claims.compare import ALIKE, NONE, SETTING, SLOWER, Comparison, comp
 
 SAME_BITS, SAME, OTHERWISE, UNKNOWN = "the same bits", "the same within rounding", "otherwise", "not compared"
 
-# differing fields that show() prints
+# differing fields that are printed
 TOLD = ("software.commit", "software.source", "machine.gpu", "machine.cpu", "machine.cores")
 
 
@@ -57,7 +57,7 @@ class Held:
         return {"training": self.training, "training_why": self.why, **self.speed.to_dict()}
 
 
-def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Held], list[str]]:
+def print_held(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Held], list[str]]:
     """Compare each point of the baseline with `new`, and print the comparisons. Return them, and a complaint for each
     point of which `new` has no run."""
     # each folder is read only once, so complaints about its files come only once
@@ -74,7 +74,7 @@ def run(baseline: str, new: str, results: Path, as_json: bool) -> tuple[list[Hel
         else:
             held.append(hold(repeats, point["repeats"]))
     for one in held:
-        show(one, as_json)
+        _print_one(one, as_json)
     for complaint in missing:
         print(
             json.dumps({"training": UNKNOWN, "training_why": complaint})
@@ -144,7 +144,7 @@ def _told(record: Record) -> str:
     return f" ({record.reason})" if record.reason else ""
 
 
-def show(one: Held, as_json: bool) -> None:
+def _print_one(one: Held, as_json: bool) -> None:
     data = one.to_dict()
     if as_json:
         print(json.dumps(data))

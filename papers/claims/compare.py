@@ -62,7 +62,7 @@ class Comparison:
         }
 
 
-def run(a: str, b: str, results: Path, as_json: bool) -> bool:
+def print_comparisons(a: str, b: str, results: Path, as_json: bool) -> bool:
     """Compare the records that the words `a` and `b` name, and print the comparisons. Return False if a comparison is
     not possible."""
     # each folder is read only once, so complaints about its files come only once
@@ -72,7 +72,7 @@ def run(a: str, b: str, results: Path, as_json: bool) -> bool:
     folders = folder_of(a, results), folder_of(b, results)
     has_several = len({machine_of(repeats[-1]) for pair in point_pairs for repeats in pair}) > 1
     for one in comparisons:
-        show(one, as_json, folders, has_several)
+        _print_comparison(one, as_json, folders, has_several)
     for complaint in complaints:
         print(json.dumps({"verdict": NONE, "why": complaint}) if as_json else f"{NONE}: {complaint}")
     return not complaints and all(one.ratio is not None for one in comparisons)
@@ -82,7 +82,9 @@ def folder_of(text: str, results: Path) -> Path:
     """Return the folder of the records that a word names: the folder of a named file, a named folder itself or, for any
     other word, `results`."""
     path = Path(text)
-    return path.parent if path.is_file() else path if path.is_dir() else results
+    if path.is_file():
+        return path.parent
+    return path if path.is_dir() else results
 
 
 def select(text: str, results: Path, read: Callable[[Path], list[Record]] = records_of) -> pd.DataFrame:
@@ -238,7 +240,11 @@ def compare(a: list[Record], b: list[Record], names: tuple[str, str] = ("A", "B"
     bounds = ratio(*sides.values())
     if doubts := doubts_text(sides):
         return Comparison(a, b, ALIKE, f"doubtful: {doubts}; {bounds.how}", bounds)
-    verdict = FASTER if bounds.low > 1 else SLOWER if bounds.high < 1 else ALIKE
+    verdict = ALIKE
+    if bounds.low > 1:
+        verdict = FASTER
+    elif bounds.high < 1:
+        verdict = SLOWER
     return Comparison(a, b, verdict, bounds.how, bounds)
 
 
@@ -281,7 +287,7 @@ def side(repeats: list[Record]) -> dict[str, Any]:
     }
 
 
-def show(
+def _print_comparison(
     comparison: Comparison, as_json: bool, folders: tuple[Path, Path], names_machines: bool = False
 ) -> None:
     """Print a comparison. `folders`: the folders of A's and of B's records, named in the printed calls that measure
@@ -349,4 +355,6 @@ def _options_text(record: Record) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "-" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if value is None:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

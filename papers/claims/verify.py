@@ -143,7 +143,7 @@ def failed(findings: list[Finding]) -> bool:
     return any(finding.verdict in judge.BAD for finding in findings)
 
 
-def show(findings: list[Finding], as_json: bool) -> None:
+def print_findings(findings: list[Finding], as_json: bool) -> None:
     if as_json:
         for finding in findings:
             print(json.dumps(finding.to_dict()))

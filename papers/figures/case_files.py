@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.base.checked_data import checked
 from harness.base.console import readable
@@ -119,24 +119,8 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
     lines = [
         {name: line[name] for name in COLUMNS if line.get(name, "")} for line in frame.to_dict("records")
     ]
-    needed = {"window_size": None, "value": None}  # fields without a default value
     try:
-        rows = checked(list[FigureRow], [needed | line for line in lines])
-        unknown = [row.method for row in rows if row.method not in method.names()]
-        numbers = [
-            number
-            for row in rows
-            for number in (*vars(row).values(), *row.steps)
-            if isinstance(number, float)
-        ]
-        odd = [number for number in numbers if not math.isfinite(number)]
-        odd += [
-            number for row in rows for number in (row.value, *row.steps) if number is not None and number < 0
-        ]
-        if unknown or odd:
-            raise ValueError(
-                f"expected known methods and finite numbers from 0, got {(unknown or odd)[0]!r:.80}"
-            )
+        rows = _checked_rows(lines)
     except ValueError as error:
         raise ValueError(f"{path} is no table of a case: {error}") from error
     rows = [
@@ -144,3 +128,19 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
         for row, edited in zip(rows, is_edited, strict=True)
     ]
     return rows, set(frame["profile"])
+
+
+def _checked_rows(lines: Sequence[dict[str, Any]]) -> list[FigureRow]:
+    """Return the rows that these lines of a table hold, each as cells by name. Raises ValueError for a wrong type, an
+    unknown method, and a number that is not finite or below 0."""
+    needed = {"window_size": None, "value": None}  # fields without a default value
+    rows = checked(list[FigureRow], [needed | line for line in lines])
+    wrong: list[Any] = [row.method for row in rows if row.method not in method.names()]
+    for row in rows:
+        numbers = [value for value in (*vars(row).values(), *row.steps) if isinstance(value, float)]
+        wrong += [number for number in numbers if not math.isfinite(number)]
+    for row in rows:
+        wrong += [number for number in (row.value, *row.steps) if number is not None and number < 0]
+    if wrong:
+        raise ValueError(f"expected known methods and finite numbers from 0, got {wrong[0]!r:.80}")
+    return rows

@@ -159,19 +159,8 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
         if row.value and not bars:
             _label(axes, x, height + 0.04 * top, number(height), color=CROSS)
     for row in bars:
-        height, color = (row.value or 0.0) / scale, method.load(row.method).color
-        rgb, edge = bytes.fromhex(color[1:]), bytes.fromhex(EDGE[1:])
-        mixed = "#" + "".join(f"{sum(pair) // 2:02X}" for pair in zip(rgb, edge, strict=True))
-        axes.bar(
-            x,
-            height,
-            BAR_WIDTH * 0.9,
-            linewidth=0.8,
-            linestyle="-" if row.valid else "--",
-            edgecolor=EDGE if row.valid else mixed,
-            facecolor=color if row.valid else "none",
-            hatch=PUBLISHED_HATCH if row.origin == "published" else DOUBT_HATCH if row.doubts else None,
-        )
+        height, rgb = (row.value or 0.0) / scale, bytes.fromhex(method.load(row.method).color[1:])
+        _bar(axes, x, height, row)
         _error(axes, x, row, scale)
         _dots(axes, x, row, scale)
         under: Any = {
@@ -192,6 +181,22 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
             _label(axes, x, height - 0.04 * top, text, va="top", fontsize=5, color=ink)
         else:  # the bar is too short for its number, which stands beside it
             _label(axes, x - BAR_WIDTH / 2, height / 2, text, ha="right", va="center", fontsize=5.4)
+
+
+def _bar(axes: Axes, x: float, height: float, row: FigureRow) -> None:
+    color, hatch = method.load(row.method).color, DOUBT_HATCH if row.doubts else None
+    rgb, edge = bytes.fromhex(color[1:]), bytes.fromhex(EDGE[1:])
+    mixed = "#" + "".join(f"{sum(pair) // 2:02X}" for pair in zip(rgb, edge, strict=True))
+    axes.bar(
+        x,
+        height,
+        BAR_WIDTH * 0.9,
+        linewidth=0.8,
+        linestyle="-" if row.valid else "--",
+        edgecolor=EDGE if row.valid else mixed,
+        facecolor=color if row.valid else "none",
+        hatch=PUBLISHED_HATCH if row.origin == "published" else hatch,
+    )
 
 
 def _label(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
@@ -423,10 +428,5 @@ def legend(drawing: Figure, rows: Sequence[FigureRow], series: dict[str, str], i
         )
     if any(row.doubts for row in drawn) and not is_line:
         entries.append(key("doubtful time", "white", hatch=DOUBT_HATCH))
-    look: Any = {
-        "loc": "upper right",
-        "bbox_to_anchor": (0.995, 1.0),
-        "columnspacing": 1.1,
-        "handlelength": 1.6,
-    }
-    drawing.legend(handles=entries, ncols=len(entries), **look)
+    place = {"loc": "upper right", "bbox_to_anchor": (0.995, 1.0)}
+    drawing.legend(handles=entries, ncols=len(entries), columnspacing=1.1, handlelength=1.6, **place)

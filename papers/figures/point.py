@@ -133,7 +133,6 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
     ]
     low, high = interval(values)
     failing = next((record for record in repeats if record.status != "ok" or not record.gate.passed), None)
-    reason = "" if failing is None else failing.gate.text if failing.status == "ok" else failing.reason
     steps = step_values(metric, repeats)
     loads = [
         load for record in repeats if isinstance(load := record.machine.get("load_average"), int | float)
@@ -151,7 +150,7 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
         len(values),
         scatter(repeats),
         valid=failing is None,
-        reason=reason,
+        reason=_reason(failing) if failing else "",
         status=(failing or last).status,
         origin=last.origin,
         machine=machine_of(last),
@@ -166,6 +165,11 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
         num_cores=last.machine.get("cores") if is_timed else None,
         values=tuple(values),
     )
+
+
+def _reason(failing: Record) -> str:
+    """Return why a run is not valid: the gate's text, or how it ended."""
+    return failing.gate.text if failing.status == "ok" else failing.reason
 
 
 def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:

@@ -78,7 +78,7 @@ def clean_up(results: Path, everything: bool = False) -> None:
 def show_claims(results: Path, against: str | None = None, machine: str | None = None) -> None:
     """Show the papers' claims, judged by the records or, with against="published", by the published numbers of the
     original."""
-    verify.show(verify.findings(results, against, machine), as_json=False)
+    verify.print_findings(verify.findings(results, against, machine), as_json=False)
 
 
 def notebook_text(source: str) -> str:

@@ -130,9 +130,7 @@ def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
 def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
     """Return the values for the templates of the page and of the review, by the names that the templates use."""
     recorded_files, complaints = recorded(results)
-    chosen = {id(record) for record in verify.of_one_machine(list(recorded_files.values()), machine)}
-    kept = [(path, record) for path, record in recorded_files.items() if id(record) in chosen]
-    entries = [Entry(number, path, record) for number, (path, record) in enumerate(kept, start=1)]
+    entries = _entries(recorded_files, machine)
     records = [entry.record for entry in entries]
     runs = [record for record in records if record.origin == "run"]
     findings = verify.findings(results, None, machine)
@@ -165,18 +163,25 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
             *(["./run.sh import LOGS..."] if len(runs) < len(records) else []),
             *commands(runs, sections),
         ],
-        "profiles": list(dict.fromkeys(section.profile for section in sections)),
+        "profiles": _unique(section.profile for section in sections),
         "clocks": _unique(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
         "machines": machines,
-        "facts": _unique(
-            facts
-            for record in runs
-            for facts in map(pages.pairs, (lasting(record.machine), lasting(record.software)))
-        ),
+        "facts": _unique(text for record in runs for text in _facts_texts(record)),
         "methods": _unique(record.job.method for record in records),
         "num_runs": len(runs),
         "days": _unique(entry.when[:10] for entry in entries if entry.record.origin == "run"),
     }
+
+
+def _entries(recorded_files: dict[Path, Record], machine: str | None) -> list[Entry]:
+    """Number the records of the machine; None: all records, which must be of one machine."""
+    chosen = {id(record) for record in verify.of_one_machine(list(recorded_files.values()), machine)}
+    kept = [(path, record) for path, record in recorded_files.items() if id(record) in chosen]
+    return [Entry(number, path, record) for number, (path, record) in enumerate(kept, start=1)]
+
+
+def _facts_texts(record: Record) -> list[str]:
+    return [pages.pairs(lasting(record.machine)), pages.pairs(lasting(record.software))]
 
 
 def _doubts(runs: Sequence[Record], num_imported: int) -> list[str]:

@@ -23,7 +23,7 @@ from harness.base.console import readable_output
 from harness.core.job import Job
 from harness.core.record import Gate, Record, read_all
 from papers.report import bundle, page
-from papers.report.redact import ADDRESS, HOST, USER, Names, here, nodes
+from papers.report.redact import ADDRESS, HOST, USER, Names, names_here, nodes
 from tests.cases.test_case7 import left_by_measuring
 from tests.cli.test_main import run
 from tests.papers.figures.test_case import DEMO as CASE_DEMO
@@ -181,7 +181,7 @@ def test_a_word_of_the_records_stays_although_a_host_is_called_so(unpacked: Path
     ],
 )
 def test_text_without_a_name_is_left_as_it_is(text: str) -> None:
-    assert NAMES.text(text) == text and here().text(text) == text
+    assert NAMES.text(text) == text and names_here().text(text) == text
 
 
 @pytest.mark.parametrize(
