@@ -428,5 +428,5 @@ def legend(drawing: Figure, rows: Sequence[FigureRow], series: dict[str, str], i
         )
     if any(row.doubts for row in drawn) and not is_line:
         entries.append(key("doubtful time", "white", hatch=DOUBT_HATCH))
-    place = {"loc": "upper right", "bbox_to_anchor": (0.995, 1.0)}
+    place: Any = {"loc": "upper right", "bbox_to_anchor": (0.995, 1.0)}
     drawing.legend(handles=entries, ncols=len(entries), columnspacing=1.1, handlelength=1.6, **place)
