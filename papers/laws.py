@@ -64,7 +64,7 @@ class Law(NamedTuple):
     reserved_per_allocated: float
     host_bytes_per_param: float | None
     host_source: str = ""
-    here: str = ""  # why this project's method of the same name needs other bytes than the published one
+    difference: str = ""  # why this project's method of the same name needs other bytes than the published one
 
     def device_bytes(self, workload: Workload) -> int:
         inputs = workload.num_layers * workload.boundary_bytes
@@ -115,7 +115,7 @@ LAWS = (
         2556.1,
         29_928.0 / 29_775.2,
         None,
-        here="20 bytes a parameter instead of 16: without Apex, torch's AdamW makes an fp32 copy of all while it steps",
+        difference="20 bytes a parameter instead of 16: without Apex, torch's AdamW makes an fp32 copy of all while it steps",
     ),
     Law(
         "L2L",

@@ -98,7 +98,7 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
                 "was_the_limit": limits.largest == law.published_layers,
                 "verdict": law.verdict(limits),
                 "host_source": law.host_source,
-                "here": law.here,
+                "here": law.difference,
             }
         )
     return rows

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cases import _release_words as words
+from cases import _release_words as release_words
 from cases import case10
 from cases._release_choice import Choice, chosen
 from cases._release_reports import REPORTS
@@ -108,13 +108,13 @@ def test_a_report_is_about_rows_or_has_a_reason(report: Any) -> None:
 
 
 def test_the_map_has_every_stage_with_and_without_offload_and_micro_batches() -> None:
-    found = {
-        (each.options.get("stage"), each.options.get("offload"), each.workload.get("micro_batches", 1))
-        for each in ROWS.values()
-        if each.method == "deepspeed"
+    settings = {
+        (row.options.get("stage"), row.options.get("offload"), row.workload.get("micro_batches", 1))
+        for row in ROWS.values()
+        if row.method == "deepspeed"
     }
     places = [(stage, None) for stage in range(4)] + [(1, "optimizer"), (2, "optimizer"), (3, "all")]
-    assert {(*place, parts) for place in places for parts in (1, 4)} <= found
+    assert {(*place, parts) for place in places for parts in (1, 4)} <= settings
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -124,7 +124,7 @@ def test_the_jobs_of_a_row_are_those_of_a_profile_of_the_case_and_of_no_other_ro
     job = resolve(case10.job_of(DEMO, name, release))[0]
     assert case.is_of(DEMO, job) and job.device == "cpu"
     assert set(ROWS[name].unseen) <= set(UNSEEN)
-    assert [each.series for each in MAP.table([record(job)], DEMO)] == [name]
+    assert [row.series for row in MAP.table([record(job)], DEMO)] == [name]
 
 
 def test_the_case_itself_runs_only_installed_releases() -> None:
@@ -134,8 +134,8 @@ def test_the_case_itself_runs_only_installed_releases() -> None:
 
 def test_a_cell_is_named_by_the_release_that_ran() -> None:
     """The installed one is told by the record, and not by what is installed now."""
-    found = [cell("stage-2", "0.18.9"), cell("stage-2", None, software={"deepspeed": "0.19.7"})]
-    assert [(each.series, each.group) for each in MAP.table(found, DEMO)] == [
+    cells = [cell("stage-2", "0.18.9"), cell("stage-2", None, software={"deepspeed": "0.19.7"})]
+    assert [(row.series, row.group) for row in MAP.table(cells, DEMO)] == [
         ("stage-2", "0.18.9"),
         ("stage-2", "0.19.7"),
     ]
@@ -146,35 +146,35 @@ def test_a_record_of_a_version_that_is_none_is_no_cell() -> None:
 
 
 def test_a_cell_is_its_newest_result() -> None:
-    found = [
+    cells = [
         cell("stage-2", "0.18.9"),
         cell("stage-2", "0.18.9", gate=Gate("failed", "gradient", NORM)),
         cell("stage-2", "0.18.9", status="crash"),
     ]
-    (made,) = MAP.table(found, DEMO)
-    assert (made.status, made.reason, made.valid) == ("ok", NORM, False)
+    (row,) = MAP.table(cells, DEMO)
+    assert (row.status, row.reason, row.valid) == ("ok", NORM, False)
 
 
 def test_a_cell_without_a_verdict_neither_passes_nor_fails() -> None:
-    (made,) = MAP.table(
+    (row,) = MAP.table(
         [cell("stage-2", "0.18.9", gate=Gate("untested", "no-reference", "no reference"))], DEMO
     )
-    assert words.word(made) == "untested: no reference"
+    assert release_words.word(row) == "untested: no reference"
 
 
 def test_runs_of_several_releases_are_kept_though_their_software_differs() -> None:
     """A method's runs by an older state of its code are left out, for each release by itself."""
-    told = [("0.18.9", "0.18.9", "a"), ("0.18.4", "0.18.4", "a"), ("0.18.9", "0.18.9", "b")]
-    found = [
+    releases = [("0.18.9", "0.18.9", "a"), ("0.18.4", "0.18.4", "a"), ("0.18.9", "0.18.9", "b")]
+    runs = [
         cell("stage-2", release, key=str(number), software={"deepspeed": version, "source": source})
-        for number, (release, version, source) in enumerate(told)
+        for number, (release, version, source) in enumerate(releases)
     ]
-    assert points.of_newest_code(found) == found[1:]
-    assert case.select(10, DEMO, found) == found[1:]
+    assert points.of_newest_code(runs) == runs[1:]
+    assert case.select(10, DEMO, runs) == runs[1:]
 
 
 @pytest.mark.parametrize(
-    ("verdict", "reason", "told"),
+    ("verdict", "reason", "text"),
     [
         ("passed", "20 steps and all weights bit-equal", "passes"),
         ("failed", NORM, "fails: gradient norm 0.8472 instead of 1.709 at step 1"),
@@ -193,20 +193,20 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
         ("failed", "untested: not compared with the reference", "untested: not compared with the reference"),
     ],
 )
-def test_the_word_of_a_cell(verdict: str, reason: str, told: str) -> None:
-    assert words.word(row("stage-2", "0.18.9", verdict, reason)) == told
+def test_the_word_of_a_cell(verdict: str, reason: str, text: str) -> None:
+    assert release_words.word(row("stage-2", "0.18.9", verdict, reason)) == text
 
 
 def test_numbers_that_differ_in_their_last_digits_keep_these() -> None:
-    told = words.word(
+    text = release_words.word(
         row("stage-2", "0.18.9", "failed", "loss 6.247884 instead of 6.247893 at step 2 (relative 1e-6)")
     )
-    assert told == "fails: loss 6.247884 instead of 6.247893 at step 2"
+    assert text == "fails: loss 6.247884 instead of 6.247893 at step 2"
 
 
 def test_a_cell_whose_line_was_edited_does_not_pass() -> None:
     edited = dataclasses.replace(row("stage-2", "0.18.9"), valid=False, reason=EDITED)
-    assert words.word(edited) == f"untested: {EDITED}"
+    assert release_words.word(edited) == f"untested: {EDITED}"
 
 
 def test_a_report_stands_beside_a_failed_cell_and_is_missed_where_there_is_none() -> None:
@@ -214,31 +214,39 @@ def test_a_report_stands_beside_a_failed_cell_and_is_missed_where_there_is_none(
         row("stage-2-offload-4", "0.18.9", "failed", NORM),
         row("stage-1", "0.18.9", "failed", NORM),
     )
-    assert "DeepSpeed/issues/7967" in words.reports_text(known) and not words.is_unreported(known)
-    assert words.reports_text(unknown) == f"**{words.NONE_KNOWN}**" and words.is_unreported(unknown)
+    assert "DeepSpeed/issues/7967" in release_words.reports_text(known) and not release_words.is_unreported(
+        known
+    )
+    assert release_words.reports_text(
+        unknown
+    ) == f"**{release_words.NONE_KNOWN}**" and release_words.is_unreported(unknown)
 
 
 def test_a_report_of_an_error_stands_beside_a_crash_alone() -> None:
     crash, wrong = (
         row("stage-2-offload-4-2-ranks", "0.17.6", status, "why") for status in ("crash", "failed")
     )
-    assert "issues/7629" in words.reports_text(crash) and "issues/7967" not in words.reports_text(crash)
-    assert "issues/7967" in words.reports_text(wrong) and "issues/7629" not in words.reports_text(wrong)
-    assert words.reports_text(row("stage-2-offload-4-2-ranks", "0.17.6", "unavailable", "why")) == ""
+    assert "issues/7629" in release_words.reports_text(
+        crash
+    ) and "issues/7967" not in release_words.reports_text(crash)
+    assert "issues/7967" in release_words.reports_text(
+        wrong
+    ) and "issues/7629" not in release_words.reports_text(wrong)
+    assert release_words.reports_text(row("stage-2-offload-4-2-ranks", "0.17.6", "unavailable", "why")) == ""
 
 
 def test_a_setting_that_trains_otherwise_by_design_needs_no_report() -> None:
     late = [row("zenflow-bf16", "0.19.8", "failed", "loss"), row("zenflow", "0.18.2", "failed", "norm")]
     transposed = row("zenflow", "0.19.8", "failed", "loss")
-    assert {words.reports_text(each) for each in late} == {
+    assert {release_words.reports_text(cell_row) for cell_row in late} == {
         "by design: most gradients are applied some steps late"
     }
-    assert words.is_unreported(transposed) and not any(map(words.is_unreported, late))
+    assert release_words.is_unreported(transposed) and not any(map(release_words.is_unreported, late))
 
 
 def test_a_report_that_a_passing_cell_does_not_show_is_told() -> None:
-    assert words.reports_text(row("stage-1-offload-4", "0.18.9")).endswith(": not seen here")
-    assert words.reports_text(row("stage-1-offload-4", "0.19.8")) == ""
+    assert release_words.reports_text(row("stage-1-offload-4", "0.18.9")).endswith(": not seen here")
+    assert release_words.reports_text(row("stage-1-offload-4", "0.19.8")) == ""
 
 
 def test_neighbors_of_one_word_share_a_line_of_the_page() -> None:
@@ -246,7 +254,7 @@ def test_neighbors_of_one_word_share_a_line_of_the_page() -> None:
         row("stage-2-offload-4", release, "failed", NORM)
         for release in ("0.15.2", "0.15.3", "0.15.4", "0.18.9")
     ]
-    lines = list(words.page_rows([*wrong, row("stage-2-offload-4", "0.19.8")]))
+    lines = list(release_words.page_rows([*wrong, row("stage-2-offload-4", "0.19.8")]))
     assert [(line[1], line[2]) for line in lines[:2]] == [
         ("fails: gradient norm 0.8472 instead of 1.709 at step 1", "0.15.2 to 0.15.4, 0.18.9"),
         ("passes", "0.19.8"),
@@ -259,10 +267,10 @@ def test_neighbors_of_one_word_share_a_line_of_the_page() -> None:
 
 def test_the_page_tells_what_was_not_tried() -> None:
     bare = dataclasses.replace(row("stage-2", "0.19.8"), reason="8 steps; not tested: the probe was left out")
-    told = "\n".join(words.notes([bare]))
-    assert "no probe was trained" in told and "cannot show a wrong sum over ranks" in told
-    assert "no probe was trained" not in "\n".join(words.notes([row("stage-2", "0.19.8")]))
-    assert all(report.links in told for report in REPORTS)
+    text = "\n".join(release_words.notes([bare]))
+    assert "no probe was trained" in text and "cannot show a wrong sum over ranks" in text
+    assert "no probe was trained" not in "\n".join(release_words.notes([row("stage-2", "0.19.8")]))
+    assert all(report.links in text for report in REPORTS)
 
 
 def test_the_figure_has_a_word_in_each_cell_and_a_frame_around_what_no_report_tells() -> None:
@@ -272,8 +280,8 @@ def test_the_figure_has_a_word_in_each_cell_and_a_frame_around_what_no_report_te
         row("stage-2-offload-4", "0.19.8"),
         row("megatron", "0.15.3"),
     ]
-    made = MAP.figure(rows, "demo")
-    first, second = made.axes
+    figure = MAP.figure(rows, "demo")
+    first, second = figure.axes
     assert [text.get_text() for text in first.texts] == ["fails", "fails", "passes"]
     assert [text.get_text() for text in second.texts] == ["passes"]
     framed = [patch for patch in first.patches if patch.get_linewidth() > 1]
@@ -284,8 +292,8 @@ def test_the_figure_has_a_word_in_each_cell_and_a_frame_around_what_no_report_te
 def test_many_failed_neighbors_share_the_whole_word() -> None:
     releases = [release for release in columns_of("stage-2-offload-4") if "0.15.2" <= release < "0.19"]
     rows = [row("stage-2-offload-4", release, "failed", NORM) for release in releases]
-    (told,) = MAP.figure(rows, "demo").axes[0].texts
-    assert told.get_text() == "fails: gradient norm 0.8472 instead of 1.709 at step 1"
+    (text,) = MAP.figure(rows, "demo").axes[0].texts
+    assert text.get_text() == "fails: gradient norm 0.8472 instead of 1.709 at step 1"
 
 
 def test_colors_of_cells_differ_in_grey() -> None:
@@ -300,9 +308,9 @@ def test_colors_of_cells_differ_in_grey() -> None:
 
 
 def test_since_and_until_choose_releases() -> None:
-    found = chosen(Choice("deepspeed", ["stage-2", "zenflow"], "0.18.9", "0.19.1"))
-    assert found == [
-        (name, each) for name in ("stage-2", "zenflow") for each in ("0.18.9", "0.19.0", "0.19.1")
+    cells = chosen(Choice("deepspeed", ["stage-2", "zenflow"], "0.18.9", "0.19.1"))
+    assert cells == [
+        (name, release) for name in ("stage-2", "zenflow") for release in ("0.18.9", "0.19.0", "0.19.1")
     ]
 
 
@@ -317,8 +325,8 @@ def test_a_release_that_the_table_lacks_may_be_named() -> None:
 
 
 def test_quick_takes_both_sides_of_each_change() -> None:
-    found = {release for name, release in chosen(Choice(is_quick=True)) if name == "stage-2-offload-4"}
-    assert {"0.15.1", "0.15.2", "0.18.9", "0.19.0"} <= found and "0.16.9" not in found
+    releases = {release for name, release in chosen(Choice(is_quick=True)) if name == "stage-2-offload-4"}
+    assert {"0.15.1", "0.15.2", "0.18.9", "0.19.0"} <= releases and "0.16.9" not in releases
 
 
 def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
@@ -329,7 +337,7 @@ def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("choice", "message"),
     [
         ({"engine": "jax"}, "expected an engine of deepspeed"),
         ({"names": ["stage-9"]}, "expected a setting of stage-0, "),
@@ -341,9 +349,9 @@ def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
         ),
     ],
 )
-def test_what_the_map_lacks_is_named(asked: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        chosen(Choice(**asked))
+def test_what_the_map_lacks_is_named(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chosen(Choice(**choice))
 
 
 def test_releases_are_ordered_as_numbers() -> None:

@@ -60,10 +60,10 @@ def test_half_a_batch_takes_the_same_samples_in_twice_the_steps() -> None:
 
 
 def speed(name: str, rows: list[FigureRow], series: str = "") -> FigureRow:
-    (found,) = (
+    (row,) = (
         row for row in rows if (row.metric, row.method, row.series) == ("samples_per_second", name, series)
     )
-    return found
+    return row
 
 
 def test_one_after_another_is_all_samples_over_all_seconds() -> None:
@@ -99,8 +99,8 @@ def test_resident_training_is_a_size_that_failed_by_its_plan() -> None:
 def test_the_chart_has_the_turns_of_the_last_round() -> None:
     """Eight turns of a tenth of a second; a round of 0.4 s is the last four."""
     (job,) = [job for job in SELECTION.jobs(DEMO, {}) if job.options.get("double_buffer")]
-    (found,) = [found for found in demo_records() if found.job == job]
-    rows = case6._turns(dataclasses.replace(found, step_seconds=[0.4, 0.4]))
+    (run,) = [run for run in demo_records() if run.job == job]
+    rows = case6._turns(dataclasses.replace(run, step_seconds=[0.4, 0.4]))
     assert [row.x for row in rows] == pytest.approx([0, 0.1, 0.2, 0.3])
     assert [row.group for row in rows][1:] == [
         "lr 5.0e-01, batch 2",
@@ -111,9 +111,9 @@ def test_the_chart_has_the_turns_of_the_last_round() -> None:
 
 def test_a_speed_up_is_no_more_than_there_are_devices_or_models() -> None:
     rows = SELECTION.simulated(case.table(6, DEMO, demo_records()))
-    found = {(row.series, row.x): row.value for row in rows if row.metric == "speed_up"}
-    assert found["4 models", 8.0] == pytest.approx(4) and found["4 models", 2.0] == pytest.approx(2)
-    assert 990 <= found["4,000 models", 1000.0] <= 1000.001
+    speed_ups = {(row.series, row.x): row.value for row in rows if row.metric == "speed_up"}
+    assert speed_ups["4 models", 8.0] == pytest.approx(4) and speed_ups["4 models", 2.0] == pytest.approx(2)
+    assert 990 <= speed_ups["4,000 models", 1000.0] <= 1000.001
     assert {row.clock for row in rows} == {"virtual"} and {row.origin for row in rows} == {"simulated"}
 
 
@@ -136,14 +136,14 @@ def test_longest_remaining_first_is_within_two_percent_of_the_optimum_in_the_fig
 
 
 def test_other_cases_do_not_see_what_several_models_or_half_a_batch_measured() -> None:
-    own = [found for found in demo_records() if found.job in SELECTION.jobs(DEMO, {})]
-    assert len(case.select(6, DEMO, own)) == len(own) == 6
-    seen = case.select(1, DEMO, own)
-    assert {(found.job.method, found.job.workload.batch_size) for found in seen} == {
+    runs = [run for run in demo_records() if run.job in SELECTION.jobs(DEMO, {})]
+    assert len(case.select(6, DEMO, runs)) == len(runs) == 6
+    seen = case.select(1, DEMO, runs)
+    assert {(run.job.method, run.job.workload.batch_size) for run in seen} == {
         ("zero-infinity", 4),
         ("stronghold", 4),
     }
-    assert all(case.is_of(DEMO, found.job) for found in own)
+    assert all(case.is_of(DEMO, run.job) for run in runs)
 
 
 def test_nothing_is_simulated_where_nothing_was_measured(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_every_stages_and_micro_batches_that_fit_are_run(used: profile.CaseProfi
     for job in jobs:
         room = PIPELINES.profiles(used)[0].room  # without a GPU's context and reserve
         assert method.create(job.method, job.options).plan(job.workload, room).shortfall(room) is None
-        assert any(each.is_of(job) for each in PIPELINES.profiles(used))
+        assert any(profile_of_case.is_of(job) for profile_of_case in PIPELINES.profiles(used))
 
 
 def left_by_measuring(results: Path) -> list[FigureRow]:
@@ -59,8 +59,10 @@ def test_steps_are_foretold_by_the_profile_beside_the_measured_ones(tmp_path: Pa
 
 
 def test_losses_and_pauses_are_those_of_the_jobs(tmp_path: Path) -> None:
-    found = {(row.metric, row.x): row.value for row in left_by_measuring(tmp_path) if row.series == "morphed"}
-    assert found == {
+    values = {
+        (row.metric, row.x): row.value for row in left_by_measuring(tmp_path) if row.series == "morphed"
+    }
+    assert values == {
         ("loss", 1.0): 4.0,
         ("workers", 1.0): 3.0,
         ("loss", 2.0): 3.0,
@@ -100,23 +102,23 @@ def test_a_drawn_trace_stays_within_its_machines() -> None:
     trace = synthetic(60, 12, 24, seed=7)
     assert trace == synthetic(60, 12, 24, seed=7) != synthetic(60, 12, 24, seed=8)
     assert all(0 <= change.num_machines <= 12 for change in trace) and trace == sorted(trace)
-    there = [change.num_machines for change in trace]
-    assert 6 < sum(there) / len(there) < 12
+    counts = [change.num_machines for change in trace]
+    assert 6 < sum(counts) / len(counts) < 12
 
 
 def test_the_figure_has_its_four_panels(tmp_path: Path) -> None:
     rows = left_by_measuring(tmp_path)
-    made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
-    titles = [axes.get_title(loc="left") for axes in made.axes if axes.get_title(loc="left")]
+    figure = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
+    titles = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
     assert len(titles) == 4 and sum("simulated" in title for title in titles) == 2
 
 
 def test_the_names_of_foretold_steps_say_what_they_are_within_their_panel(tmp_path: Path) -> None:
     """They were "1 x 1"."""
     rows = left_by_measuring(tmp_path)
-    made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
-    made.draw_without_rendering()
-    (panel,) = [axes for axes in made.axes if "foretold" in axes.get_title(loc="left")]
+    figure = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
+    figure.draw_without_rendering()
+    (panel,) = [axes for axes in figure.axes if "foretold" in axes.get_title(loc="left")]
     assert [text.get_text() for text in panel.texts] == [
         "1 stage, micro-batches of 1",
         "2 stages, micro-batches of 1",
@@ -130,10 +132,10 @@ def test_the_names_of_foretold_steps_say_what_they_are_within_their_panel(tmp_pa
 
 def test_the_trace_of_machines_lies_below_all_speeds(tmp_path: Path) -> None:
     rows = left_by_measuring(tmp_path)
-    made = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
+    figure = PIPELINES.figure([*rows, *PIPELINES.simulated(rows)], "demo")
     (speed,) = [
-        axes for axes in made.axes if axes.get_title(loc="left") == "simulated: synthetic trace of machines"
+        axes for axes in figure.axes if axes.get_title(loc="left") == "simulated: synthetic trace of machines"
     ]
-    (machines,) = [axes for axes in made.axes if axes.get_ylabel() == "Machines"]
+    (machines,) = [axes for axes in figure.axes if axes.get_ylabel() == "Machines"]
     most, zero = machines.transData.transform((0, 12)), speed.transData.transform((0, 0))
     assert most[1] < zero[1] and min(speed.get_yticks()) == 0

@@ -30,14 +30,14 @@ def test_every_method_that_has_ranks_is_in_the_figure() -> None:
 def test_one_batch_is_split_and_one_sample_is_each_ranks(used: profile.CaseProfile) -> None:
     """Four samples on 1, 2 and 4 ranks; as many as ranks on 1 and 2: those on 4 are the same job."""
     jobs = SCALING.jobs(used, {})
-    found = Counter((job.world_size, job.workload.batch_size) for job in jobs)
-    assert found == dict.fromkeys([(1, 4), (2, 4), (4, 4), (1, 1), (2, 2)], len(SCALING.methods))
-    assert all(any(each.is_of(job) for each in SCALING.profiles(used)) for job in jobs)
+    counts = Counter((job.world_size, job.workload.batch_size) for job in jobs)
+    assert counts == dict.fromkeys([(1, 4), (2, 4), (4, 4), (1, 1), (2, 2)], len(SCALING.methods))
+    assert all(any(profile_of_case.is_of(job) for profile_of_case in SCALING.profiles(used)) for job in jobs)
     assert "sim" not in {job.device for job in jobs}
 
 
 def test_every_job_of_one_gpu_fits_beside_its_context_and_reserve() -> None:
-    for job in (each for each in SCALING.jobs(QUICK, {}) if each.world_size == 1):
+    for job in (candidate for candidate in SCALING.jobs(QUICK, {}) if candidate.world_size == 1):
         assert (
             method.create(job.method, job.options).plan(job.workload, QUICK.room).shortfall(QUICK.room)
             is None
@@ -46,12 +46,14 @@ def test_every_job_of_one_gpu_fits_beside_its_context_and_reserve() -> None:
 
 def rows(machine: dict) -> list[FigureRow]:
     """The rows of case 8 from a record of each job on this machine, a second for each rank."""
-    made: list[Record] = [record(job, job.world_size, machine=machine) for job in SCALING.jobs(QUICK, {})]
-    return SCALING.table(made, QUICK)
+    runs: list[Record] = [record(job, job.world_size, machine=machine) for job in SCALING.jobs(QUICK, {})]
+    return SCALING.table(runs, QUICK)
 
 
 def test_each_point_is_foretold_by_the_rates_of_its_machine() -> None:
-    found = {(row.series, row.x, row.metric): row.value for row in rows(V100) if row.method == "zero-offload"}
+    values = {
+        (row.series, row.x, row.metric): row.value for row in rows(V100) if row.method == "zero-offload"
+    }
     (job,) = [
         job
         for job in SCALING.jobs(QUICK, {})
@@ -60,12 +62,12 @@ def test_each_point_is_foretold_by_the_rates_of_its_machine() -> None:
     rates = named_machines.load(named_machines.of_gpu(V100["gpu"], V100["gpu_bytes"])).rates("fp32")
     trained = method.create(job.method, job.options)
     plan = trained.plan(job.workload, dataclasses.replace(job.budget.share(2).room, rates=rates))
-    assert rates and found["strong", 2.0, case8.FORETOLD] == pytest.approx(
+    assert rates and values["strong", 2.0, case8.FORETOLD] == pytest.approx(
         4 / predicted(trained, job.workload, plan, rates, num_ranks=2).seconds
     )
     alone = dataclasses.replace(plan, exchanged={})
     assert (
-        found["strong", 2.0, case8.FORETOLD]
+        values["strong", 2.0, case8.FORETOLD]
         < 4 / predicted(trained, job.workload, alone, rates, num_ranks=2).seconds
     )
 
@@ -82,10 +84,10 @@ def test_nothing_is_foretold_of_a_machine_without_rates() -> None:
 
 
 def test_a_method_without_a_run_of_one_rank_has_no_panel() -> None:
-    made = [
+    runs = [
         record(job, 1.0) for job in SCALING.jobs(DEMO, {}) if job.world_size == 1 or job.method == "varuna"
     ]
-    kept = [each for each in made if each.job.world_size > 1 or each.job.method != "varuna"]
+    kept = [run for run in runs if run.job.world_size > 1 or run.job.method != "varuna"]
     assert {row.method for row in SCALING.table(kept, DEMO)} == set(SCALING.methods) - {"varuna"}
 
 

@@ -29,8 +29,8 @@ def test_a_speed_is_tokens_over_seconds_and_a_batch_that_does_not_fit_is_a_cross
     """Steps of half a second, of 64 tokens a sample."""
     jobs = [job for job in SPEED.jobs(DEMO, {}) if job.method == "resident"]
     ends = ("ok", "ok", "oom-device")
-    found = [record(job, 0.5, end, key=f"{job}") for job, end in zip(jobs, ends, strict=True)]
-    rows = SPEED.table(found, DEMO)
+    runs = [record(job, 0.5, end, key=f"{job}") for job, end in zip(jobs, ends, strict=True)]
+    rows = SPEED.table(runs, DEMO)
     assert [(row.x, row.value, row.status) for row in rows] == [
         (64, 128, "ok"),
         (256, 512, "ok"),

@@ -66,9 +66,9 @@ def law_of(method: str) -> Law:
 
 def memories() -> tuple[int, int]:
     """Of the published machine, the device's whole: what its allocators reserved is in the laws."""
-    there = load("v100-vm")
-    assert there.device_bytes and there.room.host_bytes
-    return there.device_bytes, there.room.host_bytes
+    budget_machine = load("v100-vm")
+    assert budget_machine.device_bytes and budget_machine.room.host_bytes
+    return budget_machine.device_bytes, budget_machine.room.host_bytes
 
 
 @pytest.mark.parametrize(("num_layers", "window", "allocated", "_"), WINDOW_ROWS)

@@ -19,8 +19,8 @@ OLD = trained("l2l", 1e9, software={"source": "s", "commit": "aaaaaaaaaaaa"})
 
 
 def later(**changes: Any) -> Record:
-    made = trained("l2l", 1e9 + 60, software={"source": "t", "commit": "bbbbbbbbbbbb"}, key="new")
-    return dataclasses.replace(made, **changes)
+    new_record = trained("l2l", 1e9 + 60, software={"source": "t", "commit": "bbbbbbbbbbbb"}, key="new")
+    return dataclasses.replace(new_record, **changes)
 
 
 def twice(record: Record) -> tuple[Record, Record]:
@@ -65,8 +65,8 @@ def test_folders_are_compared_as_commits_are(tmp_path: Path) -> None:
     new = records.write(tmp_path / "new", *twice(CASES["is slower"][0]))
     old = records.write(tmp_path / "old", *twice(OLD))
     done = run("compare", "--baseline", old, "--results", new, "--json")
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["training"], told["verdict"], told["ratio"]) == (
+    comparison = json.loads(done.stdout)
+    assert (done.returncode, comparison["training"], comparison["verdict"], comparison["ratio"]) == (
         8,
         SAME_BITS,
         "slower",
@@ -97,11 +97,13 @@ def test_a_method_whose_options_changed_is_held_against_its_only_run(tmp_path: P
 
 def test_a_commit_that_was_not_recorded_or_with_changes_is_named(tmp_path: Path) -> None:
     results = records.write(tmp_path / "results", OLD)
-    for asked in ("ccccccc", "aaaaaaa+"):
-        done = run("compare", "--baseline", asked, "--results", results)
+    for commit in ("ccccccc", "aaaaaaa+"):
+        done = run("compare", "--baseline", commit, "--results", results)
         assert done.returncode == 2 and "(aaaaaaaaaaaa)" in done.stderr
 
 
 def test_the_words_are_counted(tmp_path: Path) -> None:
-    for words in (("l2l",), ("l2l", "resident", "--baseline", "aaaaaaa")):
-        assert run("compare", *words, "--results", records.write(tmp_path / "results", OLD)).returncode == 2
+    for arguments in (("l2l",), ("l2l", "resident", "--baseline", "aaaaaaa")):
+        assert (
+            run("compare", *arguments, "--results", records.write(tmp_path / "results", OLD)).returncode == 2
+        )

@@ -42,9 +42,9 @@ def load(folder: Path, text: str | bytes) -> list[claims.Claim]:
 
 
 def test_every_claim_of_this_project_has_its_source_and_every_case_has_claims() -> None:
-    told = claims.load()
-    assert {claim.case for claim in told} == set(case.numbers_of_all())
-    assert all(any(word in claim.source for word in ("Figure", "README", "abstract")) for claim in told)
+    all_claims = claims.load()
+    assert {claim.case for claim in all_claims} == set(case.numbers_of_all())
+    assert all(any(word in claim.source for word in ("Figure", "README", "abstract")) for claim in all_claims)
 
 
 def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_file_is_one_line_that_names_file_claim_and_what_is_allowed(
-    tmp_path: Path, text: str, told: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
         load(tmp_path, text)
     line = str(caught.value)
-    assert str(tmp_path) in line and told in line and "\n" not in line
+    assert str(tmp_path) in line and message in line and "\n" not in line
 
 
 WORDS = [
@@ -259,15 +259,15 @@ VALUES = st.recursive(
 @st.composite
 def mutated_claims(draw: st.DrawFn) -> bytes:
     """A few of the project's claims with fields replaced, added or left out: still YAML, so that it goes further."""
-    told = yaml.load(TEXT, Loader=yaml.BaseLoader)["claims"]
+    all_claims = yaml.load(TEXT, Loader=yaml.BaseLoader)["claims"]
     chosen = draw(
-        st.lists(st.sampled_from(told), min_size=1, max_size=3, unique_by=lambda claim: claim["id"])
+        st.lists(st.sampled_from(all_claims), min_size=1, max_size=3, unique_by=lambda claim: claim["id"])
     )
     chosen = json.loads(json.dumps(chosen))
     for _ in range(draw(st.integers(1, 3))):
         claim = draw(st.sampled_from(chosen))
         field = draw(st.sampled_from([*claim, *KEYS]))
-        other = draw(st.sampled_from(told))
+        other = draw(st.sampled_from(all_claims))
         kind = draw(st.sampled_from(["replace", "leave out", "take from another", "become another"]))
         if kind == "replace":
             claim[field] = draw(VALUES)
@@ -276,7 +276,7 @@ def mutated_claims(draw: st.DrawFn) -> bytes:
         elif kind == "take from another" and field in other and field != "id":
             claim[field] = other[field]
         else:  # another's question, to this one's case, metric and machines
-            asked = (
+            fields = (
                 "kind",
                 "over",
                 "under",
@@ -288,9 +288,9 @@ def mutated_claims(draw: st.DrawFn) -> bytes:
                 "exponent",
                 "plateau",
             )
-            kept = {key: value for key, value in claim.items() if key not in asked}
+            kept = {key: value for key, value in claim.items() if key not in fields}
             claim.clear()
-            claim |= {**kept, **{key: value for key, value in other.items() if key in asked}}
+            claim |= {**kept, **{key: value for key, value in other.items() if key in fields}}
     return json.dumps({"claims": chosen}).encode()
 
 
@@ -304,13 +304,13 @@ def test_a_mutated_file_is_claims_that_can_be_judged_or_one_line(
     folder.mkdir(exist_ok=True)
     (folder / "some.yaml").write_bytes(data)
     try:
-        found = verify.findings(folder, verify.PUBLISHED, None, folder)
+        findings = verify.findings(folder, verify.PUBLISHED, None, folder)
     except ValueError as error:
         assert str(folder) in str(error) and len(str(error).splitlines()) == 1
         return
-    for finding in found:
+    for finding in findings:
         json.loads(json.dumps(finding.to_dict()))
-    verify.closing_lines(found)
+    verify.closing_lines(findings)
 
 
 # ---- The verb
@@ -338,12 +338,12 @@ def test_verify_judges_the_original_and_ends_in_1() -> None:
 
 def test_verify_of_nothing_names_the_commands_and_ends_in_0(tmp_path: Path) -> None:
     done = run("verify", "--results", str(tmp_path), "--json")
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and {one["verdict"] for one in found} == {
+    findings = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and {one["verdict"] for one in findings} == {
         judge.NOT_TESTED,
         judge.OTHER_MACHINE,
     }
-    untested = [one for one in found if one["verdict"] == judge.NOT_TESTED]
+    untested = [one for one in findings if one["verdict"] == judge.NOT_TESTED]
     assert all(one["note"].startswith("./run.sh case ") for one in untested)
 
 
@@ -351,11 +351,11 @@ def test_imported_logs_are_judged_at_the_points_that_were_published(tmp_path: Pa
     """0.7496 samples/s published for Megatron-LM: 5.34 s a step of 4 are 0.749, 6 s are 0.667."""
     narrow = dataclasses.replace(record("stronghold", 20.0, "", window_size=2), key="another", started=9.0)
     write(tmp_path, record("megatron-lm", 5.34, ""), record("stronghold", 6.0, "", window_size=15), narrow)
-    found = {one.claim.id: one for one in verify.findings(tmp_path, None, "v100-vm")}
-    assert found["8a.megatron-32"].verdict == "PASS"
+    findings = {one.claim.id: one for one in verify.findings(tmp_path, None, "v100-vm")}
+    assert findings["8a.megatron-32"].verdict == "PASS"
     assert (
-        found["7a.faster-than-megatron"].verdict == "XFAIL"
-        and "= 0.89 (" in found["7a.faster-than-megatron"].seen
+        findings["7a.faster-than-megatron"].verdict == "XFAIL"
+        and "= 0.89 (" in findings["7a.faster-than-megatron"].seen
     )
     unnamed = {one.claim.id: one for one in verify.findings(tmp_path, None, None)}
     assert unnamed["8a.megatron-32"].verdict == "N/A"
@@ -364,11 +364,11 @@ def test_imported_logs_are_judged_at_the_points_that_were_published(tmp_path: Pa
 def test_imported_logs_do_not_count_where_something_was_measured_here(tmp_path: Path) -> None:
     """The same log passes alone, and is neither passed nor failed beside a run of ours."""
     log = record("megatron-lm", 5.34, "")
-    ours = dataclasses.replace(record("l2l", 1.0, "H200"), origin="run")
+    run_here = dataclasses.replace(record("l2l", 1.0, "H200"), origin="run")
     alone = run("verify", "--results", str(write(tmp_path, log)), "--machine", "v100-vm")
     assert "Judged by imported logs: nothing of this was measured here" in alone.stdout
     assert "seen in the logs" in alone.stdout and "PASS: 2 of 51: 6a.megatron, 8a.megatron-32" in alone.stdout
-    beside = run("verify", "--results", str(write(tmp_path, log, ours)))
+    beside = run("verify", "--results", str(write(tmp_path, log, run_here)))
     assert "NOT TESTED: 47 of 51" in beside.stdout and "imported logs" not in beside.stdout
     assert beside.stderr.startswith("not judged beside runs measured here: 1 imported log;")
     assert len(beside.stderr.splitlines()) == 1
@@ -393,8 +393,8 @@ def test_runs_under_the_papers_budgets_are_found_by_its_name(device: str) -> Non
         ("--against nothing", "'nothing' is not 'published'"),
     ],
 )
-def test_a_bad_call_of_verify_is_one_line_and_exit_2(tmp_path: Path, words: str, told: str) -> None:
+def test_a_bad_call_of_verify_is_one_line_and_exit_2(tmp_path: Path, options: str, message: str) -> None:
     runs = [dataclasses.replace(record("l2l", 1.0, name), origin="run") for name in ("A100", "H200")]
-    done = run("verify", "--results", str(write(tmp_path, *runs)), *words.split())
+    done = run("verify", "--results", str(write(tmp_path, *runs)), *options.split())
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert told in done.stderr
+    assert message in done.stderr

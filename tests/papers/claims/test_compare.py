@@ -32,7 +32,7 @@ def record(method: str = "l2l", seconds: float = 1.0, workload: Workload = SMALL
 
 
 def repeats(method: str, *seconds: float) -> list[Record]:
-    return [record(method, each, started=float(number)) for number, each in enumerate(seconds)]
+    return [record(method, duration, started=float(number)) for number, duration in enumerate(seconds)]
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def test_the_verdict_is_of_the_interval_or_else_of_a_margin(a: tuple, b: tuple, 
 
 def test_the_ratio_is_of_medians_and_its_interval_welchs() -> None:
     """Relative errors of 1 % and 2 % of three runs each: 1 %, 2 % over sqrt(3); 2.94 degrees of freedom."""
-    found = compare.compare(
+    interval = compare.compare(
         repeats("l2l", 1 / 0.99, 1.0, 1 / 1.01), repeats("resident", 1 / 0.49, 2.0, 1 / 0.51)
     ).ratio
     error = math.sqrt((0.01**2 + 0.02**2) / 3)
     freedom = (0.01**2 + 0.02**2) ** 2 / ((0.01**4 + 0.02**4) / 2)
     assert freedom == pytest.approx(2.94, abs=0.005)
-    assert found is not None and found.value == pytest.approx(2.0)
-    assert math.log(found.high / 2) / error == pytest.approx(3.220, abs=0.005)  # t(0.975, 2.94)
-    assert found.low * found.high == pytest.approx(4.0)
+    assert interval is not None and interval.value == pytest.approx(2.0)
+    assert math.log(interval.high / 2) / error == pytest.approx(3.220, abs=0.005)  # t(0.975, 2.94)
+    assert interval.low * interval.high == pytest.approx(4.0)
 
 
 def test_the_interval_holds_the_truth_in_95_of_100_cases() -> None:
@@ -75,8 +75,8 @@ def test_the_interval_holds_the_truth_in_95_of_100_cases() -> None:
             )
             for mean, spread, size in ((1.5, 0.03, 3), (1.0, 0.06, 5))
         ]
-        found = ratio(*sides)
-        held += found.low <= 1.5 <= found.high
+        interval = ratio(*sides)
+        held += interval.low <= 1.5 <= interval.high
     assert 0.92 < held / 600 < 0.98
 
 
@@ -86,13 +86,15 @@ def test_the_margin_of_one_run_is_of_the_scatter_of_its_steps() -> None:
     steps = [0.9, 0.95, 1.0, 1.05, 1.1]
     loud = (
         record(step_seconds=[9.0, *steps]),
-        record("resident", step_seconds=[9.0, *(1.2 * each for each in steps)]),
+        record("resident", step_seconds=[9.0, *(1.2 * step_seconds for step_seconds in steps)]),
     )
-    found = compare.compare(*([one] * 2 for one in loud))
-    assert found.ratio is not None and found.ratio.high / found.ratio.value == pytest.approx(1.233, abs=5e-4)
+    comparison = compare.compare(*([one] * 2 for one in loud))
+    assert comparison.ratio is not None and comparison.ratio.high / comparison.ratio.value == pytest.approx(
+        1.233, abs=5e-4
+    )
     assert (
-        found.verdict == ALIKE
-        and "margin of 23%: 2 and 2 runs with steps that scatter by 7.4% and" in found.why
+        comparison.verdict == ALIKE
+        and "margin of 23%: 2 and 2 runs with steps that scatter by 7.4% and" in comparison.why
     )
 
 
@@ -110,19 +112,19 @@ BUSY = {"cpu": "EPYC", "cores": 2, "load_average": 20.0}
 def test_times_that_figures_hatch_or_of_one_process_are_not_distinguishable(
     changes: dict[str, Any], num_runs: int, why: str
 ) -> None:
-    made = compare.compare([record(**changes)] * num_runs, repeats("resident", 9.0, 9.0))
-    assert (made.verdict, made.ratio and made.ratio.value) == (ALIKE, 9.0)
-    assert made.why.startswith(f"doubtful: {why}; ")
+    comparison = compare.compare([record(**changes)] * num_runs, repeats("resident", 9.0, 9.0))
+    assert (comparison.verdict, comparison.ratio and comparison.ratio.value) == (ALIKE, 9.0)
+    assert comparison.why.startswith(f"doubtful: {why}; ")
 
 
 def test_one_timed_step_tells_nothing_of_its_noise() -> None:
-    found = compare.compare([record(step_seconds=[9.0, 1.0])], [record("resident")])
-    assert found.verdict == NONE and found.why.startswith("A timed one step")
+    comparison = compare.compare([record(step_seconds=[9.0, 1.0])], [record("resident")])
+    assert comparison.verdict == NONE and comparison.why.startswith("A timed one step")
 
 
 def test_two_runs_each_have_no_interval_and_say_so() -> None:
-    found = compare.compare(repeats("l2l", 1.0, 1.0), repeats("resident", 2.0, 2.0))
-    assert found.why == (
+    comparison = compare.compare(repeats("l2l", 1.0, 1.0), repeats("resident", 2.0, 2.0))
+    assert comparison.why == (
         "margin of 5%: 2 and 2 runs with steps that scatter by 0.0% and 0.0%, an interval needs 3 each"
     )
 
@@ -131,31 +133,35 @@ def test_where_it_cannot_tell_the_first_words_say_so_then_the_numbers_then_calls
     tmp_path: Path,
 ) -> None:
     write(tmp_path, record(seconds=1.0), record("resident", 1.02))
-    told = run("compare", "l2l", "resident", "--results", tmp_path).stdout.splitlines()
-    assert told[2] == "cannot tell which is faster"
-    assert told[3].startswith(
+    lines = run("compare", "l2l", "resident", "--results", tmp_path).stdout.splitlines()
+    assert lines[2] == "cannot tell which is faster"
+    assert lines[3].startswith(
         "  A's samples/s are 1.02 (0.971 to 1.07) times B's (doubtful: A: 1 process; B: 1 process"
     )
-    for line, name in zip(told[4:6], ("l2l", "resident"), strict=True):
+    for line, name in zip(lines[4:6], ("l2l", "resident"), strict=True):
         assert line.startswith(f"  to narrow it, measure again: ./run.sh -m {name} ")
-        words = shlex.split(line.partition("./run.sh ")[2])
-        assert words[-3:] == ["--rerun", "--results", str(tmp_path)]
-        (job,) = jobs_of(shlex.join(["./run.sh", *words]))
+        arguments = shlex.split(line.partition("./run.sh ")[2])
+        assert arguments[-3:] == ["--rerun", "--results", str(tmp_path)]
+        (job,) = jobs_of(shlex.join(["./run.sh", *arguments]))
         assert (job.method, job.workload) == (name, SMALL)
 
 
 def test_without_a_passing_gate_there_is_no_throughput_and_no_ratio() -> None:
     failed = record(gate=Gate("failed", "loss", "loss 3 instead of 2"))
-    found = compare.compare([failed], [record("resident", 2.0)])
-    assert (found.verdict, found.ratio, found.why) == (NONE, None, "A has no throughput: loss 3 instead of 2")
+    comparison = compare.compare([failed], [record("resident", 2.0)])
+    assert (comparison.verdict, comparison.ratio, comparison.why) == (
+        NONE,
+        None,
+        "A has no throughput: loss 3 instead of 2",
+    )
     assert compare.side([failed])["samples_per_second"] is None
     ended = record("resident", status="oom-device", reason="full", step_seconds=[], gate=Gate())
     assert "B has no throughput: ended as oom-device: full" in compare.compare([record()], [ended]).why
 
 
 def test_a_simulated_clock_is_not_compared_with_a_real_one() -> None:
-    found = compare.compare([record(clock="sim")], [record("resident", clock="cuda")])
-    assert found.verdict == NONE and "sim" in found.why and "cuda" in found.why
+    comparison = compare.compare([record(clock="sim")], [record("resident", clock="cuda")])
+    assert comparison.verdict == NONE and "sim" in comparison.why and "cuda" in comparison.why
     assert compare.compare([record(clock="sim")], [record("resident", clock="sim")]).verdict == ALIKE
 
 
@@ -187,8 +193,8 @@ def side_by_side(tmp_path: Path, a: list[Record], b: list[Record]) -> tuple[list
 
 def test_folders_are_paired_by_workload_method_and_options(tmp_path: Path) -> None:
     both = [*repeats("l2l", 1.0, 1.1), record("resident")]
-    found, complaints = side_by_side(tmp_path, both, [record("resident", 2.0), record("l2l", 3.0)])
-    named = [(a[-1].job.method, len(a), b[-1].job.method) for a, b in found]
+    pairs, complaints = side_by_side(tmp_path, both, [record("resident", 2.0), record("l2l", 3.0)])
+    named = [(a[-1].job.method, len(a), b[-1].job.method) for a, b in pairs]
     assert sorted(named) == [("l2l", 2, "l2l"), ("resident", 1, "resident")]
     assert complaints == []
 
@@ -201,45 +207,50 @@ def test_only_the_newest_state_of_a_point_speaks_for_it(tmp_path: Path) -> None:
 
 def on(device: str, device_mib: int, seconds: float, method: str = "l2l", **other: Any) -> Record:
     budget = Budget(device_bytes=device_mib * 2**20)
-    made = record(method, seconds, key=f"{method} {device} {device_mib}", clock=device, **other)
-    return dataclasses.replace(made, job=dataclasses.replace(made.job, device=device, budget=budget))
+    run_record = record(method, seconds, key=f"{method} {device} {device_mib}", clock=device, **other)
+    return dataclasses.replace(
+        run_record, job=dataclasses.replace(run_record.job, device=device, budget=budget)
+    )
 
 
 def test_runs_are_paired_by_device_and_budget_before_any_newest_one_is_taken(tmp_path: Path) -> None:
     a = [on("sim", 16, 1.0, started=1.0), on("cpu", 32, 3.0, started=2.0)]
     b = [on("cpu", 32, 6.0, "resident", started=3.0), on("sim", 16, 4.0, "resident", started=4.0)]
-    found, _ = side_by_side(tmp_path, a, b)
-    made = [compare.compare(*pair) for pair in found]
-    assert [(one.a[-1].job.device, one.ratio and one.ratio.value) for one in made] == [
+    pairs, _ = side_by_side(tmp_path, a, b)
+    comparisons = [compare.compare(*pair) for pair in pairs]
+    assert [(one.a[-1].job.device, one.ratio and one.ratio.value) for one in comparisons] == [
         ("sim", 4.0),
         ("cpu", 2.0),
     ]
-    assert compare.side(made[0].a)["budget"]["device_bytes"] == 16 * 2**20
+    assert compare.side(comparisons[0].a)["budget"]["device_bytes"] == 16 * 2**20
 
 
 def test_where_no_budget_is_common_the_newest_are_taken_and_the_difference_is_named(tmp_path: Path) -> None:
     a = [on("sim", 16, 1.0, started=1.0), on("sim", 32, 3.0, started=2.0)]
-    ((ours, theirs),), _ = side_by_side(tmp_path, a, [on("sim", 64, 6.0, "resident")])
-    assert compare.differences(ours[-1], theirs[-1])["job.budget.device_bytes"] == (32 * 2**20, 64 * 2**20)
+    ((a_repeats, b_repeats),), _ = side_by_side(tmp_path, a, [on("sim", 64, 6.0, "resident")])
+    assert compare.differences(a_repeats[-1], b_repeats[-1])["job.budget.device_bytes"] == (
+        32 * 2**20,
+        64 * 2**20,
+    )
 
 
 def test_a_run_that_was_cut_short_is_no_repeat_of_a_whole_one(tmp_path: Path) -> None:
     cut = record(status="interrupted", reason="interrupted", step_seconds=[], started=9.0)
-    ((ours, _),), _ = side_by_side(tmp_path, [record(), cut], [record("resident")])
-    assert [one.status for one in ours] == ["ok"]
+    ((a_repeats, _),), _ = side_by_side(tmp_path, [record(), cut], [record("resident")])
+    assert [one.status for one in a_repeats] == ["ok"]
 
 
 def test_different_workloads_are_not_compared_and_the_fields_are_named(tmp_path: Path) -> None:
     deeper = dataclasses.replace(SMALL, num_layers=4, batch_size=1)
-    found, complaints = side_by_side(tmp_path, [record()], [record(workload=deeper)])
-    assert found == []
+    pairs, complaints = side_by_side(tmp_path, [record()], [record(workload=deeper)])
+    assert pairs == []
     assert complaints == ["different workloads: num_layers 2 | 4, batch_size 2 | 1; run both alike"]
 
 
 def test_several_windows_are_to_choose_from(tmp_path: Path) -> None:
     windows = [record("stronghold", options={"window_size": size}, key=str(size)) for size in (1, 2)]
-    found, complaints = side_by_side(tmp_path, windows, [record()])
-    assert found == [] and "try stronghold:window_size=1 or stronghold:window_size=2" in complaints[0]
+    pairs, complaints = side_by_side(tmp_path, windows, [record()])
+    assert pairs == [] and "try stronghold:window_size=1 or stronghold:window_size=2" in complaints[0]
     results = str(write(tmp_path / "all", *windows, record()))
     (chosen,) = compare.select("stronghold:window_size=2,num_layers=2", Path(results))["repeats"]
     assert chosen == [windows[1]]
@@ -262,8 +273,8 @@ def test_what_has_no_throughput_is_not_to_choose_from(tmp_path: Path) -> None:
 
 
 def test_the_only_one_that_has_a_throughput_needs_no_choice(tmp_path: Path) -> None:
-    ((ours, _),), complaints = side_by_side(tmp_path, windows_of(FAILED, {}, CRASHED), [record()])
-    assert complaints == [] and ours[-1].job.options == {"window_size": 2}
+    ((a_repeats, _),), complaints = side_by_side(tmp_path, windows_of(FAILED, {}, CRASHED), [record()])
+    assert complaints == [] and a_repeats[-1].job.options == {"window_size": 2}
 
 
 def test_where_none_has_a_throughput_the_end_of_the_last_one_is_told(tmp_path: Path) -> None:
@@ -289,7 +300,7 @@ def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("arguments", "code", "message"),
     [
         ("l2l big", 1, "not compared: different workloads: num_layers 2 | 8"),
         ("l2l failed", 1, "not compared: B has no throughput: it learns nothing"),
@@ -300,13 +311,13 @@ def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
         ("l2l /dev", 2, "no record of a run in /dev"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(tmp_path: Path, words: str, code: int, told: str) -> None:
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, arguments: str, code: int, message: str) -> None:
     write(
         tmp_path,
         record(),
         record("big", workload=SMALL.at_depth(8)),
         record("failed", gate=Gate("failed", "loss", "it learns nothing")),
     )
-    done = run("compare", *words.split(), "--results", str(tmp_path))
-    assert done.returncode == code and told in (done.stderr if code == 2 else done.stdout)
+    done = run("compare", *arguments.split(), "--results", str(tmp_path))
+    assert done.returncode == code and message in (done.stderr if code == 2 else done.stdout)
     assert len(done.stderr.splitlines()) == (1 if code == 2 else 0)

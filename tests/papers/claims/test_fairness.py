@@ -26,12 +26,12 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
 
 
 def test_a_row_names_who_implements_the_method_and_which_version(records: list[Record]) -> None:
-    upstream, ours = fairness.rows(records)
+    upstream, own_method_row = fairness.rows(records)
     assert (upstream["implementation"], upstream["version"]) == (
         "upstream: torch.distributed.fsdp",
         f"torch {machine.software()['torch']}",
     )
-    assert (ours["implementation"], ours["version"]) == (
+    assert (own_method_row["implementation"], own_method_row["version"]) == (
         "this project",
         f"commit {machine.software()['commit']}",
     )
@@ -92,5 +92,5 @@ def test_options_are_named_where_they_answer_otherwise() -> None:
 
 
 def test_no_line_is_wider_than_the_terminal_where_its_words_are_not(records: list[Record]) -> None:
-    told = fairness.lines(fairness.rows(records), 60)
-    assert max(map(len, told)) <= 60 and "      " in "".join(told)
+    lines = fairness.lines(fairness.rows(records), 60)
+    assert max(map(len, lines)) <= 60 and "      " in "".join(lines)

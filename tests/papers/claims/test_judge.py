@@ -72,10 +72,10 @@ TWICE = Ratio(FAST, SLOW, at_least=2.0)
 def test_one_run_each_is_decided_where_a_margin_of_5_percent_separates(
     expected: claims.Expected, fast: float, verdict: str
 ) -> None:
-    found = judge(expected, [row("stronghold", fast), row("l2l", 1.0)])
-    assert found.verdict == verdict
-    assert "margin of 5%" in found.note or isinstance(expected, Order)
-    assert ("more runs of the case" in found.note) == (verdict == "NOT DISTINGUISHABLE")
+    finding = judge(expected, [row("stronghold", fast), row("l2l", 1.0)])
+    assert finding.verdict == verdict
+    assert "margin of 5%" in finding.note or isinstance(expected, Order)
+    assert ("more runs of the case" in finding.note) == (verdict == "NOT DISTINGUISHABLE")
 
 
 DOUBTS = {
@@ -88,9 +88,9 @@ DOUBTS = {
 @pytest.mark.parametrize("xfail", [{}, {"xfail": "known"}])
 @pytest.mark.parametrize("doubt", DOUBTS)
 def test_a_doubtful_time_decides_no_claim_whatever_its_ratio(doubt: str, xfail: dict) -> None:
-    found = judge(TWICE, [row("stronghold", 9.0, **DOUBTS[doubt]), row("l2l", 1.0)], **xfail)
-    assert (found.verdict, found.numbers) == ("NOT DISTINGUISHABLE", "hold")
-    assert found.note == (
+    finding = judge(TWICE, [row("stronghold", 9.0, **DOUBTS[doubt]), row("l2l", 1.0)], **xfail)
+    assert (finding.verdict, finding.numbers) == ("NOT DISTINGUISHABLE", "hold")
+    assert finding.note == (
         f"doubtful: stronghold, 4 layers: {doubt}; try ./run.sh case 3 --profile quick --repeats 3 when idle"
     )
 
@@ -98,25 +98,27 @@ def test_a_doubtful_time_decides_no_claim_whatever_its_ratio(doubt: str, xfail: 
 @pytest.mark.parametrize("changes", [{"origin": "simulated", "clock": "virtual"}, {"clock": "sim"}])
 @pytest.mark.parametrize("fast", [9.0, 1.0])
 def test_a_simulated_number_neither_holds_nor_fails(changes: dict[str, Any], fast: float) -> None:
-    found = judge(TWICE, [row("stronghold", fast, **changes), row("l2l", 1.0, **changes)], machines=("any",))
-    assert found.verdict == "SIMULATED" and not verify.failed([found])
+    finding = judge(
+        TWICE, [row("stronghold", fast, **changes), row("l2l", 1.0, **changes)], machines=("any",)
+    )
+    assert finding.verdict == "SIMULATED" and not verify.failed([finding])
 
 
 def test_a_measured_number_goes_before_a_simulated_one() -> None:
     simulated = [row(name, 1.0, origin="simulated") for name in ("stronghold", "l2l")]
     tables = {"quick": simulated, "demo": [row("stronghold", 3.0), row("l2l", 1.0)]}
-    found = verdicts.judge(claim(TWICE, machines=("any",)), tables, verdicts.holds_there)
-    assert (found.verdict, found.profile) == ("PASS", "demo")
+    finding = verdicts.judge(claim(TWICE, machines=("any",)), tables, verdicts.holds_there)
+    assert (finding.verdict, finding.profile) == ("PASS", "demo")
 
 
 def test_three_runs_each_are_decided_by_their_interval() -> None:
     """Equal spread of 1 % on both sides: an error of sqrt(2 / 3) %, 4 degrees of freedom, t = 2.776."""
-    found = ratio(repeated("stronghold", 2.97, 3.0, 3.03), repeated("l2l", 0.99, 1.0, 1.01))
+    interval = ratio(repeated("stronghold", 2.97, 3.0, 3.03), repeated("l2l", 0.99, 1.0, 1.01))
     half = 2.776445 * 0.01 * math.sqrt(2 / 3)
-    assert (found.value, found.low, found.high) == pytest.approx(
+    assert (interval.value, interval.low, interval.high) == pytest.approx(
         (3, 3 * math.exp(-half), 3 * math.exp(half)), rel=1e-6
     )
-    assert "95 % interval, 3 and 3 runs" in found.how
+    assert "95 % interval, 3 and 3 runs" in interval.how
     noisy = [repeated("stronghold", 0.6, 1.2, 1.8), repeated("l2l", 0.9, 1.0, 1.1)]
     assert judge(Order(((FAST,), (SLOW,))), noisy).verdict == "NOT DISTINGUISHABLE"
 
@@ -125,8 +127,8 @@ def test_an_order_names_the_pair_that_breaks_it_and_compares_no_two_of_one_group
     zero = Point("zero-offload"), Point("zero-infinity")
     rows = [row("stronghold", 3.0), row("zero-offload", 2.0), row("zero-infinity", 2.01), row("l2l", 1.0)]
     assert judge(Order(((FAST,), zero, (SLOW,))), rows).verdict == "PASS"
-    found = judge(Order(((FAST,), zero, (SLOW,))), [*rows[:3], row("l2l", 2.5)])
-    assert found.verdict == "FAIL" and "zero-offload / l2l is 0.8" in found.note
+    finding = judge(Order(((FAST,), zero, (SLOW,))), [*rows[:3], row("l2l", 2.5)])
+    assert finding.verdict == "FAIL" and "zero-offload / l2l is 0.8" in finding.note
 
 
 def test_sizes_are_counted_and_have_no_margin() -> None:
@@ -141,16 +143,16 @@ def test_the_largest_size_is_the_largest_that_ran_not_the_one_that_failed_above_
         "stronghold", 3000.0, metric="params", valid=False, status="oom-device", reason="device is full"
     )
     rows = [row("stronghold", 2000.0, metric="params"), failed, row("l2l", 1000.0, metric="params")]
-    found = judge(Order(((FAST,), (SLOW,))), rows, metric="params")
-    assert (found.verdict, [row.value for row in found.rests_on]) == ("PASS", [2000.0, 1000.0])
+    finding = judge(Order(((FAST,), (SLOW,))), rows, metric="params")
+    assert (finding.verdict, [row.value for row in finding.rests_on]) == ("PASS", [2000.0, 1000.0])
 
 
 def test_what_rests_on_a_run_that_did_not_train_fails_whatever_its_numbers_and_names_it() -> None:
     rows = [row("stronghold", 3.0, valid=False, reason="the loss is nan"), row("l2l", 1.0)]
-    found = judge(TWICE, rows)
-    assert (found.verdict, found.numbers) == ("FAIL", "hold")
+    finding = judge(TWICE, rows)
+    assert (finding.verdict, finding.numbers) == ("FAIL", "hold")
     assert (
-        found.note
+        finding.note
         == "rests on a run that did not train, says the gate: stronghold, 4 layers (the loss is nan)"
     )
     assert judge(TWICE, rows, xfail="known").verdict == "FAIL"
@@ -158,26 +160,26 @@ def test_what_rests_on_a_run_that_did_not_train_fails_whatever_its_numbers_and_n
 
 def test_a_run_that_ended_otherwise_has_no_number_and_one_that_was_cut_short_is_not_tested() -> None:
     full = row("stronghold", None, valid=False, status="oom-host", reason="host is full")
-    found = judge(TWICE, [full, row("l2l", 1.0)])
-    assert found.verdict == "FAIL" and "ended as oom-host: host is full" in found.note
+    finding = judge(TWICE, [full, row("l2l", 1.0)])
+    assert finding.verdict == "FAIL" and "ended as oom-host: host is full" in finding.note
     slow = row("stronghold", None, valid=False, status="timeout", reason="60 s")
     assert judge(TWICE, [slow, row("l2l", 1.0)]).verdict == "NOT TESTED"
 
 
 def test_a_run_that_the_gate_has_not_seen_yet_is_not_tested_and_names_the_call_that_judges_it() -> None:
     unjudged = row("stronghold", 3.0, valid=False, is_judged=False)
-    found = judge(TWICE, [unjudged, row("l2l", 1.0)])
-    told = "./run.sh case 3 --profile quick (stronghold, 4 layers is not compared with the reference yet)"
-    assert (found.verdict, found.note) == ("NOT TESTED", told)
+    finding = judge(TWICE, [unjudged, row("l2l", 1.0)])
+    note = "./run.sh case 3 --profile quick (stronghold, 4 layers is not compared with the reference yet)"
+    assert (finding.verdict, finding.note) == ("NOT TESTED", note)
     assert judge(TWICE, [unjudged]).verdict == "NOT TESTED"
 
 
 @pytest.mark.parametrize(("fast", "verdict"), [(2.2, "XPASS"), (1.8, "XFAIL"), (2.05, "NOT DISTINGUISHABLE")])
 def test_an_expected_failure_says_its_reason_and_holding_is_not_kept_quiet(fast: float, verdict: str) -> None:
-    found = judge(TWICE, [row("stronghold", fast), row("l2l", 1.0)], xfail="known to be slower")
-    assert found.verdict == verdict
-    assert found.note == "known to be slower" or verdict == "NOT DISTINGUISHABLE"
-    assert verify.failed([found]) == (verdict == "XPASS")
+    finding = judge(TWICE, [row("stronghold", fast), row("l2l", 1.0)], xfail="known to be slower")
+    assert finding.verdict == verdict
+    assert finding.note == "known to be slower" or verdict == "NOT DISTINGUISHABLE"
+    assert verify.failed([finding]) == (verdict == "XPASS")
 
 
 def test_what_is_missing_is_told_of_a_table_that_has_rows() -> None:
@@ -186,36 +188,39 @@ def test_what_is_missing_is_told_of_a_table_that_has_rows() -> None:
 
 
 def test_what_has_no_rows_is_not_tested_and_names_the_command() -> None:
-    found = judge(TWICE, [row("stronghold", 3.0)])
-    assert (found.verdict, found.note) == ("NOT TESTED", "./run.sh case 3 --profile quick (no row of l2l)")
-    assert not verify.failed([found])
+    finding = judge(TWICE, [row("stronghold", 3.0)])
+    assert (finding.verdict, finding.note) == (
+        "NOT TESTED",
+        "./run.sh case 3 --profile quick (no row of l2l)",
+    )
+    assert not verify.failed([finding])
 
 
 def test_where_a_baseline_never_trained_the_claim_fails_for_no_run_will_change_that() -> None:
     rows = [row("stronghold", 3.0), row("l2l", 1.0, num_layers=8, valid=False, reason="learns nothing")]
-    found = judge(TWICE, rows)
-    assert found.verdict == "FAIL" and "l2l, 8 layers (learns nothing)" in found.note
+    finding = judge(TWICE, rows)
+    assert finding.verdict == "FAIL" and "l2l, 8 layers (learns nothing)" in finding.note
 
 
 def test_a_size_whose_search_goes_on_is_not_judged_and_names_the_call_that_goes_on() -> None:
     sizes = {"metric": "params", "valid": True}
     rows = [row("stronghold", 1000.0, is_final=False, **sizes), row("l2l", 2000.0, **sizes)]
     tables = {"fit_v100-vm": rows}
-    found = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
-    assert (found.verdict, found.note) == (
+    finding = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
+    assert (finding.verdict, finding.note) == (
         "NOT TESTED",
         "./run.sh case 3 --profile fit --machine v100-vm (search not finished: stronghold, 4 layers)",
     )
     # a lesser one that is finished
     tables["demo"] = [row("stronghold", 3000.0, **sizes), row("l2l", 2000.0, **sizes)]
-    found = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
-    assert (found.verdict, found.profile) == ("PASS", "demo")
+    finding = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
+    assert (finding.verdict, finding.profile) == ("PASS", "demo")
 
 
 def test_what_imported_logs_lack_is_not_tested() -> None:
     rows = [row("l2l", 1.0, valid=False, reason="learns nothing", origin="imported")]
-    found = judge(TWICE, rows)
-    assert (found.verdict, "no row of stronghold" in found.note) == ("NOT TESTED", True)
+    finding = judge(TWICE, rows)
+    assert (finding.verdict, "no row of stronghold" in finding.note) == ("NOT TESTED", True)
 
 
 def test_speeds_are_compared_at_the_largest_size_that_both_have() -> None:
@@ -244,8 +249,8 @@ def test_rows_that_the_claim_cannot_tell_apart_are_not_averaged() -> None:
 
 def test_a_claim_is_not_judged_on_other_machines_than_it_was_made_for() -> None:
     on_cpu = [row(name, 3.0, clock="cpu", machine="EPYC") for name in ("stronghold", "l2l")]
-    found = judge(TWICE, on_cpu)
-    assert (found.verdict, found.note) == ("N/A", "said of gpu; measured on EPYC")
+    finding = judge(TWICE, on_cpu)
+    assert (finding.verdict, finding.note) == ("N/A", "said of gpu; measured on EPYC")
     assert judge(TWICE, on_cpu, machines=("any",)).verdict == "FAIL"
 
 
@@ -280,9 +285,11 @@ def series(axis: str, values: dict[int, float]) -> list[FigureRow]:
 )
 def test_an_exponent_is_that_of_a_power_law(power: float, bounds: tuple[float, float], verdict: str) -> None:
     rows = series("num_layers", {depth: 0.5 * depth**power for depth in (2, 4, 8, 16)})
-    found = judge(Shape(FAST, "num_layers", exponent=bounds), rows, metric="step_seconds")
+    finding = judge(Shape(FAST, "num_layers", exponent=bounds), rows, metric="step_seconds")
     assert (
-        found.verdict == verdict and f"exponent {power:.2f}" in found.seen and "residual 0.0%" in found.seen
+        finding.verdict == verdict
+        and f"exponent {power:.2f}" in finding.seen
+        and "residual 0.0%" in finding.seen
     )
 
 
@@ -305,8 +312,8 @@ def test_a_plateau_is_three_windows_of_which_none_gains_5_percent(
     seconds: tuple[float, ...], verdict: str, seen: str
 ) -> None:
     rows = series("window_size", dict(zip((2, 4, 6, 8, 10), seconds, strict=True)))
-    found = judge(Shape(FAST, "window_size", plateau=Plateau(0.05, 3)), rows, metric="step_seconds")
-    assert (found.verdict, found.seen) == (verdict, seen)
+    finding = judge(Shape(FAST, "window_size", plateau=Plateau(0.05, 3)), rows, metric="step_seconds")
+    assert (finding.verdict, finding.seen) == (verdict, seen)
 
 
 # ---- The original's own numbers
@@ -314,13 +321,13 @@ def test_a_plateau_is_three_windows_of_which_none_gains_5_percent(
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, Finding]:
-    return {found.claim.id: found for found in verify.findings(Path("none"), verify.PUBLISHED, None)}
+    return {finding.claim.id: finding for finding in verify.findings(Path("none"), verify.PUBLISHED, None)}
 
 
 def test_of_the_published_claims_those_about_runs_that_trained_hold(published: dict[str, Finding]) -> None:
     """By their losses megatron-lm and zero-offload trained, and nothing else did (published logs); of Hydra there are
     no numbers of runs."""
-    holding = {name for name, found in published.items() if found.verdict == "PASS"}
+    holding = {name for name, finding in published.items() if finding.verdict == "PASS"}
     assert holding == {
         "6a.megatron",
         "6a.zero-offload",
@@ -329,10 +336,10 @@ def test_of_the_published_claims_those_about_runs_that_trained_hold(published: d
         "8a.zero-offload-32",
     }
     untrained = [finding for finding in published.values() if finding.is_untrained]
-    assert {found.verdict for found in untrained} == {"FAIL"}
-    untested = {name for name, found in published.items() if found.verdict == verdicts.NOT_TESTED}
+    assert {finding.verdict for finding in untrained} == {"FAIL"}
+    untested = {name for name, finding in published.items() if finding.verdict == verdicts.NOT_TESTED}
     assert untested == {"hydra.double-buffer", "varuna.over-pipelines-simulated"}
-    elsewhere = {name for name, found in published.items() if found.verdict == verdicts.OTHER_MACHINE}
+    elsewhere = {name for name, finding in published.items() if finding.verdict == verdicts.OTHER_MACHINE}
     assert elsewhere == {"hydra.over-zero", "hydra.linear", "varuna.over-intra-layer", "varuna.cost"}
     assert len(holding) + len(untrained) + len(untested) + len(elsewhere) == len(published)
 
@@ -372,8 +379,8 @@ def test_the_published_speed_beside_megatron_fails_by_its_numbers_too(published:
 
 def test_a_claim_of_several_gpus_is_not_applicable_until_a_case_runs_on_them() -> None:
     (claim,) = [claim for claim in claims.load() if claim.id == "hydra.linear"]
-    found = verdicts.judge(claim, {}, lambda claim, row: True)
-    assert (found.verdict, found.note) == (
+    finding = verdicts.judge(claim, {}, lambda claim, row: True)
+    assert (finding.verdict, finding.note) == (
         verdicts.OTHER_MACHINE,
         "said of several-gpus, on which no case runs",
     )

@@ -68,7 +68,7 @@ def test_of_several_windows_the_published_one_is_shown_where_the_case_is_not_abo
     number: int,
 ) -> None:
     """The published order of runs leaves windows of case 5 beside those of the others: they were refused."""
-    others = [each for each in BY_HAND if each.job.method != "stronghold"]
+    others = [run for run in BY_HAND if run.job.method != "stronghold"]
     shown = case.table_of_any_runs(number, [*others, *WINDOWS])
     assert [(row.num_layers, row.window_size) for row in shown if row.method == "stronghold"] == [(4, 15)]
     (chosen,) = case.table_of_any_runs(4, WINDOWS, ["window_size=2"])
@@ -79,12 +79,12 @@ def test_the_published_logs_make_the_pairs_of_the_published_panel(tmp_path: Path
     """L2L was killed at 78 layers, and its pair is there; it was shown at 32."""
     for name in logs.CURVES:
         logs.write_published(tmp_path / "logs", name)
-    found = logs.imported(tmp_path / "logs", results=tmp_path)
+    imported = logs.imported(tmp_path / "logs", results=tmp_path)
     pairs = {(row.method, row.num_layers, row.window_size) for row in case.published(2)}
     assert {
-        (row.method, row.num_layers, row.window_size) for row in case.table_of_any_runs(2, found)
+        (row.method, row.num_layers, row.window_size) for row in case.table_of_any_runs(2, imported)
     } == pairs
-    assert {row.status for row in case.table_of_any_runs(2, found) if row.num_layers == 78} == {
+    assert {row.status for row in case.table_of_any_runs(2, imported) if row.num_layers == 78} == {
         "oom-host",
         "ok",
     }
@@ -97,7 +97,7 @@ def test_a_failed_gate_stays_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told", "choice"),
+    ("other", "message", "choice"),
     [
         (run("l2l", 4, workload={"dtype": "bf16"}), r"dtype \(bf16, fp32\)", "dtype=fp32"),
         (
@@ -110,11 +110,11 @@ def test_a_failed_gate_stays_one() -> None:
     ],
 )
 def test_what_must_not_be_mixed_is_named_with_a_choice_that_works(
-    other: Record, told: str, choice: str
+    other: Record, message: str, choice: str
 ) -> None:
     with pytest.raises(
         ValueError,
-        match=f"case 3: expected records with one value of each setting, got several: .*{told}.*--where",
+        match=f"case 3: expected records with one value of each setting, got several: .*{message}.*--where",
     ):
         case.table_of_any_runs(3, [*BY_HAND, other])
     assert case.table_of_any_runs(3, [*BY_HAND, other], [choice]) == case.table_of_any_runs(
@@ -124,14 +124,14 @@ def test_what_must_not_be_mixed_is_named_with_a_choice_that_works(
 
 def test_the_scripts_draw_runs_made_by_hand_and_imported_logs(tmp_path: Path) -> None:
     imported = [
-        replace(each, origin="imported", machine={}, evidence={"unsaid": ["num_heads"]}) for each in BY_HAND
+        replace(run, origin="imported", machine={}, evidence={"unsaid": ["num_heads"]}) for run in BY_HAND
     ]
-    for name, found in (("hand", BY_HAND), ("logs", imported)):
-        results = records.write(tmp_path / name, *found)
+    for name, runs in (("hand", BY_HAND), ("logs", imported)):
+        results = records.write(tmp_path / name, *runs)
         for only in ("extract", "draw"):
             collect(CaseCall("3", results, only=only))
         rows, profiles = case_files.read_csv(results / "figures" / "case3_folder.csv")
-        assert profiles == {"folder"} and {row.origin for row in rows} == {found[0].origin, "published"}
+        assert profiles == {"folder"} and {row.origin for row in rows} == {runs[0].origin, "published"}
         assert (results / "figures" / "case3_folder.png").exists()
 
 
@@ -142,15 +142,15 @@ def test_a_profile_that_has_records_is_drawn_before_others(tmp_path: Path) -> No
     assert [path.name for path in results.glob("figures/*.csv")] == ["case3_demo.csv"]
 
 
-@pytest.mark.parametrize(("found", "where"), [([], []), (BY_HAND, ["dtype=bf16"]), ([], ["dtype=bf16"])])
+@pytest.mark.parametrize(("runs", "where"), [([], []), (BY_HAND, ["dtype=bf16"]), ([], ["dtype=bf16"])])
 def test_where_nothing_is_to_show_the_methods_and_the_choice_are_named(
-    found: list[Record], where: list[str]
+    runs: list[Record], where: list[str]
 ) -> None:
-    told = " with dtype=bf16" if where else ""
+    selection = " with dtype=bf16" if where else ""
     with pytest.raises(
-        ValueError, match=f"no record of megatron-lm, .*, stronghold{told} in these results; try"
+        ValueError, match=f"no record of megatron-lm, .*, stronghold{selection} in these results; try"
     ):
-        case.table_of_any_runs(3, found, where)
+        case.table_of_any_runs(3, runs, where)
 
 
 @pytest.mark.parametrize("text", ["dtype", "color=red"])

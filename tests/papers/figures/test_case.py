@@ -58,19 +58,19 @@ def together(job: Job, seconds: float) -> Record:
 
 def demo_records(used: CaseProfile = DEMO) -> list[Record]:
     """Every record of the demo: searches that end at DEPTHS, and each job of each case, a second a layer."""
-    found = []
+    found_records = []
     for name, depth in DEPTHS.items():
         options = used.job(name, depth).options
         for num_layers, status in ((depth, "ok"), (depth + 1, "oom-host")):
             job = dataclasses.replace(used.probe(name, num_layers), options=options)
-            found.append(record(job, status=status))
+            found_records.append(record(job, status=status))
     for number in case.numbers():
         jobs = case.load(number).jobs(used, {name: DEPTHS[name] for name in METHODS[:4]})
         jobs = [job for job in jobs if number > 2 or job.method == "stronghold"]
-        found += [
+        found_records += [
             (together if job.method == "hydra" else record)(job, job.workload.num_layers) for job in jobs
         ]
-    return found
+    return found_records
 
 
 def test_a_figure_has_no_runs_by_two_earlier_states_of_a_method_s_code() -> None:
@@ -133,7 +133,7 @@ def test_fit_follows_the_memories_of_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "on", "told"),
+    ("name", "on", "message"),
     [
         ("fast", None, "choose one of demo"),
         ("quick", "h100-pc", "no machine .h100-pc."),
@@ -141,15 +141,15 @@ def test_fit_follows_the_memories_of_the_machine() -> None:
         ("paper", None, "expected a GPU here"),
     ],
 )
-def test_a_profile_that_makes_no_sense_is_told(name: str, on: str | None, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_profile_that_makes_no_sense_is_told(name: str, on: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         profile.make(name, on, METHODS, FACTS)
 
 
 def test_a_largest_size_is_the_deepest_that_trained_and_the_one_above_that_failed() -> None:
     rows = case.measured(1, DEMO, demo_records())
-    found = {(row.method, row.num_layers, row.status) for row in rows}
-    assert found == {(n, d, "ok") for n, d in DEPTHS.items()} | {
+    ends = {(row.method, row.num_layers, row.status) for row in rows}
+    assert ends == {(n, d, "ok") for n, d in DEPTHS.items()} | {
         (n, d + 1, "oom-host") for n, d in DEPTHS.items()
     }
     assert [row.value for row in rows if row.method == "l2l"] == [
@@ -165,10 +165,8 @@ def test_each_baseline_stands_beside_stronghold_at_its_own_largest_size() -> Non
 
 def test_stronghold_is_not_run_at_a_size_that_the_baseline_did_not_train() -> None:
     records = [
-        dataclasses.replace(found, gate=Gate("failed", text="loss differs"))
-        if found.job.method == "l2l"
-        else found
-        for found in demo_records()
+        dataclasses.replace(run, gate=Gate("failed", text="loss differs")) if run.job.method == "l2l" else run
+        for run in demo_records()
     ]
     rows = case.measured(2, DEMO, records)
     assert [(row.num_layers, row.valid) for row in rows if row.method == "l2l"] == [(7, False)]
@@ -205,20 +203,20 @@ def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
 def test_figures_of_speed_stream_every_layer_by_one_clipping(name: str) -> None:
     """With layers resident STRONGHOLD offloads nothing, and two ways to clip bend a line of times."""
     used = profile.make(name, "v100-vm" if name == "paper" else None, METHODS, FACTS)
-    made = [
+    jobs = [
         job
         for number in range(2, 6)
         for job in case.load(number).jobs(used, DEPTHS)
         if job.method == "stronghold"
     ]
-    for job in made:
+    for job in jobs:
         plan = method.create(job.method, job.options).plan(job.workload, job.budget.room)
         assert (
             plan.options["placement"] == f"W{job.workload.num_layers}"
             and plan.options["clipping"] == "deferred"
         )
         assert plan.shortfall(job.budget.room) is None
-    assert len(made) >= 12
+    assert len(jobs) >= 12
 
 
 def test_a_csv_holds_its_rows(tmp_path: Path) -> None:
@@ -230,8 +228,8 @@ def test_a_csv_holds_its_rows(tmp_path: Path) -> None:
 
 def test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back(tmp_path: Path) -> None:
     machine = {**FACTS, "cpu": "=1+1"}
-    found = [dataclasses.replace(each, machine=machine) for each in demo_records()]
-    path = case_files.extract(3, DEMO, found, tmp_path)
+    runs = [dataclasses.replace(run, machine=machine) for run in demo_records()]
+    path = case_files.extract(3, DEMO, runs, tmp_path)
     assert '"=1+1' not in path.read_text() and "\"'=1+1" in path.read_text()
     assert {row.machine for row in case_files.read_csv(path)[0] if row.origin == "run"} == {"=1+1, 2 cores"}
 
@@ -256,7 +254,7 @@ HEAD = "profile,keys,metric,method,num_layers,hidden_size,value\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "No columns"),
         (HEAD, "expected rows of samples_per_second, got no row"),
@@ -275,9 +273,9 @@ HEAD = "profile,keys,metric,method,num_layers,hidden_size,value\n"
         ),
     ],
 )
-def test_what_is_no_table_of_the_case_is_named(tmp_path: Path, text: str, told: str) -> None:
+def test_what_is_no_table_of_the_case_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "case3_demo.csv").write_text(text)
-    with pytest.raises(ValueError, match=f"is no table of .*{told}"):
+    with pytest.raises(ValueError, match=f"is no table of .*{message}"):
         case_files.draw(3, tmp_path / "case3_demo.csv")
 
 
@@ -290,7 +288,7 @@ def test_a_pipe_of_a_tables_name_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_line_that_was_edited_is_not_valid_and_says_so(tmp_path: Path) -> None:
     path = case_files.extract(3, DEMO, demo_records(), tmp_path)
     (row, *others), _ = case_files.read_csv(path)
-    assert row.valid and not any(each.reason == case_files.EDITED for each in (row, *others))
+    assert row.valid and not any(other_row.reason == case_files.EDITED for other_row in (row, *others))
     path.write_text(path.read_text().replace(str(row.value), "999.0", 1))
     (edited, *same), _ = case_files.read_csv(path)
     assert (edited.value, edited.valid, edited.reason) == (999.0, False, case_files.EDITED) and same == others
@@ -328,21 +326,21 @@ def project(folder: Path) -> Path:
 @pytest.mark.parametrize("number", case.numbers())
 def test_the_scripts_of_a_case_are_those_of_the_first_with_its_number(number: int) -> None:
     for ending in ("extract.sh", "draw.sh", "draw.py"):
-        first, own = (ROOT / "cases" / f"case{each}_{ending}" for each in (1, number))
-        assert own.read_text().replace(str(number), "1") == first.read_text()
-        assert own.stat().st_mode == first.stat().st_mode
+        first, script = (ROOT / "cases" / f"case{case_number}_{ending}" for case_number in (1, number))
+        assert script.read_text().replace(str(number), "1") == first.read_text()
+        assert script.stat().st_mode == first.stat().st_mode
 
 
 def test_the_scripts_write_a_table_of_what_is_recorded_and_draw_it(tmp_path: Path) -> None:
     scripts, results = project(tmp_path / "project"), tmp_path / "results"
     results.mkdir()
-    for index, found in enumerate(demo_records()):
-        found.write(results / f"log_{index}.json")
-    words = ["--profile", "demo", "--results", str(results), "--out", str(tmp_path / "out")]
-    told = subprocess.run([scripts / "case1_extract.sh", *words], capture_output=True, text=True)
+    for index, run in enumerate(demo_records()):
+        run.write(results / f"log_{index}.json")
+    options = ["--profile", "demo", "--results", str(results), "--out", str(tmp_path / "out")]
+    done = subprocess.run([scripts / "case1_extract.sh", *options], capture_output=True, text=True)
     table = tmp_path / "out" / "case1_demo.csv"
-    assert told.returncode == 0 and told.stdout == table.read_text()
-    subprocess.run([scripts / "case1_draw.sh", *words], check=True, capture_output=True)
+    assert done.returncode == 0 and done.stdout == table.read_text()
+    subprocess.run([scripts / "case1_draw.sh", *options], check=True, capture_output=True)
     for ending in ("pdf", "png"):
         assert table.with_suffix(f".{ending}").stat().st_size > 1000
 
@@ -352,8 +350,8 @@ def test_a_run_without_its_verdict_is_still_to_be_attended_to(tmp_path: Path) ->
     missing = []
     for gate in (Gate(), Gate("exact"), Gate("untested", "no-reference")):
         job = Campaign([4], DEMO, tmp_path).planned()[0].job  # with all the options that the plan settles
-        found = record(job, key=current_key(job), gate=gate)
-        found.write(tmp_path / "log_1.json")
+        run = record(job, key=current_key(job), gate=gate)
+        run.write(tmp_path / "log_1.json")
         points = Campaign([4], DEMO, tmp_path).planned()
         missing.append(next(point.missing for point in points if point.job == job))
     assert missing == [1, 0, 0]
@@ -364,7 +362,7 @@ def test_a_case_that_was_killed_goes_on_and_measures_nothing_twice(
     tmp_path: Path, compiled_sim: None, forked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its call ends at the third run, as one does that is killed."""
-    words = ["case", "4", "--profile", "demo", "--results", tmp_path]
+    arguments = ["case", "4", "--profile", "demo", "--results", tmp_path]
 
     def launch(*run: Any, **turn: Any) -> Path:
         if len(results(tmp_path)) == 2:
@@ -373,21 +371,21 @@ def test_a_case_that_was_killed_goes_on_and_measures_nothing_twice(
 
     with monkeypatch.context() as patch:
         patch.setattr("harness.jobs.sweep.launch", launch)
-        assert cli.run(*words).returncode == -signal.SIGKILL
+        assert cli.run(*arguments).returncode == -signal.SIGKILL
     before = results(tmp_path)
-    assert cli.run(*words).returncode == 0
+    assert cli.run(*arguments).returncode == 0
     after = results(tmp_path)
     figure = (tmp_path / "figures" / "case4_demo.pdf").read_bytes()
     assert before.keys() < after.keys() and len(set(after.values())) == len(after)
     rows = case_files.read_csv(tmp_path / "figures" / "case4_demo.csv")[0]
     assert [row.num_layers for row in rows if row.origin == "run" and row.valid] == [2, 3, 4, 6]
     monkeypatch.setattr("harness.jobs.sweep.launch", None)
-    assert cli.run(*words).returncode == 0
+    assert cli.run(*arguments).returncode == 0
     assert results(tmp_path) == after and (tmp_path / "figures" / "case4_demo.pdf").read_bytes() == figure
 
 
 def results(folder: Path) -> dict[Path, str]:
-    return {path: found.key for path, found in read_all(folder)[0].items() if found.is_result}
+    return {path: run.key for path, run in read_all(folder)[0].items() if run.is_result}
 
 
 def test_probes_have_the_steps_that_a_search_needs() -> None:
@@ -415,10 +413,10 @@ def test_a_search_is_finished_where_both_sides_of_the_edge_are_on_record(
 
 def test_a_search_ends_where_one_more_layer_would_take_more_than_the_machine_has() -> None:
     small, large = ({**FACTS, "host_bytes": size} for size in (2**20, 2**40))
-    found = [
+    ended = [
         searches.is_searched("l2l", [record(DEMO.probe("l2l", 7), machine=facts)]) for facts in (small, large)
     ]
-    assert found == [True, False]
+    assert ended == [True, False]
 
 
 def test_a_csv_keeps_that_a_search_is_not_finished(tmp_path: Path) -> None:

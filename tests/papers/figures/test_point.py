@@ -19,8 +19,8 @@ def record(*step_seconds: float, **changes: Any) -> Record:
 
 
 def test_a_row_is_the_median_over_processes_of_their_median_steps() -> None:
-    made = row_of("step_seconds", [record(1.0, 2.0, 9.0), record(4.0, 4.0, 4.0), record(1.0, 1.0, 1.0)])
-    assert (made.value, made.num_runs, made.valid) == (2.0, 3, True)
+    row = row_of("step_seconds", [record(1.0, 2.0, 9.0), record(4.0, 4.0, 4.0), record(1.0, 1.0, 1.0)])
+    assert (row.value, row.num_runs, row.valid) == (2.0, 3, True)
     assert row_of("samples_per_second", [record(2.0)]).value == 2.0
 
 
@@ -28,9 +28,9 @@ def test_a_row_has_each_timed_step_in_its_unit_and_the_highest_load() -> None:
     """Samples per second of a batch of 4, and seconds; a size has no steps."""
     loads = [{"cpu": "some CPU", "cores": 2, "load_average": load} for load in (0.5, 3.0)]
     runs = [record(1.0, 2.0, machine=loads[0]), record(4.0, machine=loads[1])]
-    made = row_of("samples_per_second", runs)
-    assert (made.steps, made.num_steps, made.load, made.num_cores) == ((4.0, 2.0, 1.0), 3, 3.0, 2)
-    assert made.doubts == ("3 steps", "load 3")
+    row = row_of("samples_per_second", runs)
+    assert (row.steps, row.num_steps, row.load, row.num_cores) == ((4.0, 2.0, 1.0), 3, 3.0, 2)
+    assert row.doubts == ("3 steps", "load 3")
     assert row_of("step_seconds", runs).steps == (1.0, 2.0, 4.0)
     size = row_of("params", runs)
     assert (size.steps, size.num_steps, size.doubts) == ((), None, ())
@@ -56,8 +56,8 @@ def test_two_values_have_none() -> None:
 
 def test_one_repeat_without_a_passing_gate_makes_the_row_invalid_and_says_why() -> None:
     failed = record(1.0, gate=Gate("failed", "loss", "loss differs"))
-    made = row_of("step_seconds", [record(1.0), failed])
-    assert (made.valid, made.reason, made.status) == (False, "loss differs", "ok")
+    row = row_of("step_seconds", [record(1.0), failed])
+    assert (row.valid, row.reason, row.status) == (False, "loss differs", "ok")
 
 
 def test_one_repeat_without_any_verdict_leaves_the_row_unjudged_and_an_end_needs_none() -> None:
@@ -67,8 +67,8 @@ def test_one_repeat_without_any_verdict_leaves_the_row_unjudged_and_an_end_needs
 
 
 def test_a_run_that_ended_otherwise_leaves_no_value() -> None:
-    made = row_of("step_seconds", [record(status="oom-device", reason="why")])
-    assert (made.value, made.valid, made.status, made.reason) == (None, False, "oom-device", "why")
+    row = row_of("step_seconds", [record(status="oom-device", reason="why")])
+    assert (row.value, row.valid, row.status, row.reason) == (None, False, "oom-device", "why")
 
 
 def test_a_largest_size_is_in_parameters() -> None:

@@ -23,7 +23,7 @@ JOB = Job("l2l", TINY, steps=8, warmup=2)
 
 
 def test_a_folder_is_a_row_a_record_whose_speed_is_gated(tmp_path: Path) -> None:
-    made = [
+    runs = [
         records.record(JOB, 0.5, peaks={"host_anonymous": 5}),
         records.record(dataclasses.replace(JOB, method="resident"), 0.25),
         records.record(JOB, 0.1, gate=Gate("failed", "loss", "loss 9 instead of 8")),
@@ -31,26 +31,26 @@ def test_a_folder_is_a_row_a_record_whose_speed_is_gated(tmp_path: Path) -> None
             dataclasses.replace(JOB, method="stronghold", options={"window_size": 2}), status="oom-host"
         ),
     ]
-    found = harness.load(str(records.write(tmp_path / "out", *made)))
-    assert list(found["method"]) == ["l2l", "resident", "l2l", "stronghold"]
-    assert list(found["status"]) == ["ok", "ok", "ok", "oom-host"]
-    assert list(found["verdict"])[:3] == ["exact", "exact", "failed"]
-    assert list(found["samples_per_second"])[:2] == [4, 8]
-    assert all(map(math.isnan, found["samples_per_second"][2:]))
-    assert list(found["is_reference"]) == [False, True, False, False]
-    assert (found["options"][3], found["host_anonymous_bytes"][0], found["num_layers"][0]) == (
+    frame = harness.load(str(records.write(tmp_path / "out", *runs)))
+    assert list(frame["method"]) == ["l2l", "resident", "l2l", "stronghold"]
+    assert list(frame["status"]) == ["ok", "ok", "ok", "oom-host"]
+    assert list(frame["verdict"])[:3] == ["exact", "exact", "failed"]
+    assert list(frame["samples_per_second"])[:2] == [4, 8]
+    assert all(map(math.isnan, frame["samples_per_second"][2:]))
+    assert list(frame["is_reference"]) == [False, True, False, False]
+    assert (frame["options"][3], frame["host_anonymous_bytes"][0], frame["num_layers"][0]) == (
         "window_size=2",
         5,
         2,
     )
-    assert found.groupby("method")["samples_per_second"].median()["l2l"] == 4
+    assert frame.groupby("method")["samples_per_second"].median()["l2l"] == 4
 
 
 def test_a_row_tells_where_when_and_by_what_code_a_record_was_made(tmp_path: Path) -> None:
-    asked = dataclasses.replace(JOB, budget=Budget(device_bytes=2**20, link_bytes_per_second=1e9))
+    job = dataclasses.replace(JOB, budget=Budget(device_bytes=2**20, link_bytes_per_second=1e9))
     machine = {"cpu": "EPYC", "cores": 2, "load_average": 1.5, "on": "docker"}
-    made = records.record(asked, machine=machine, software={"source": "abc", "commit": "def+"}, started=1.7e9)
-    (row,) = harness.load(records.write(tmp_path, made, records.record(JOB))).iloc[1:].to_dict("records")
+    run = records.record(job, machine=machine, software={"source": "abc", "commit": "def+"}, started=1.7e9)
+    (row,) = harness.load(records.write(tmp_path, run, records.record(JOB))).iloc[1:].to_dict("records")
     assert (row["machine"], row["place"], row["load_average"]) == ("EPYC, 2 cores", "docker", 1.5)
     assert (row["source"], row["commit"], row["key"]) == ("abc", "def+", "key")
     assert row["started"] == datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
@@ -59,35 +59,38 @@ def test_a_row_tells_where_when_and_by_what_code_a_record_was_made(tmp_path: Pat
 
 
 def test_a_load_that_is_no_number_is_missing(tmp_path: Path) -> None:
-    found = harness.load(records.write(tmp_path, records.record(JOB, machine={"load_average": ["high"]})))
-    assert math.isnan(found["load_average"][0])
+    frame = harness.load(records.write(tmp_path, records.record(JOB, machine={"load_average": ["high"]})))
+    assert math.isnan(frame["load_average"][0])
 
 
 def test_steps_are_told_whatever_the_gate_says_but_no_speed(tmp_path: Path) -> None:
     seconds = [4.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]
-    made = records.record(JOB, step_seconds=seconds, phase_seconds={"build": 0.5})
-    found = harness.load(
-        records.write(tmp_path, made, dataclasses.replace(made, key="other", gate=Gate("failed")))
+    run = records.record(JOB, step_seconds=seconds, phase_seconds={"build": 0.5})
+    frame = harness.load(
+        records.write(tmp_path, run, dataclasses.replace(run, key="other", gate=Gate("failed")))
     )
-    assert list(found["step_seconds"]) == [seconds, seconds] and list(found["first_step_seconds"]) == [
+    assert list(frame["step_seconds"]) == [seconds, seconds] and list(frame["first_step_seconds"]) == [
         4.5,
         4.5,
     ]
-    assert found["median_step_seconds"][0] == 1.0 and math.isnan(found["median_step_seconds"][1])
+    assert frame["median_step_seconds"][0] == 1.0 and math.isnan(frame["median_step_seconds"][1])
 
 
 def test_the_documentation_names_every_column(tmp_path: Path) -> None:
-    made = harness.load(records.write(tmp_path, records.record(JOB, peaks={"host_anonymous": 5})))
+    frame = harness.load(records.write(tmp_path, records.record(JOB, peaks={"host_anonymous": 5})))
     lines = (ROOT / "docs/figures-and-claims.md").read_text().partition("| columns |")[2].splitlines()
     named = [
         name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
     ]
-    assert set(made) == set(named) - {"host_shared_bytes", "device_allocated_bytes"}  # peaks of other records
+    assert set(frame) == set(named) - {
+        "host_shared_bytes",
+        "device_allocated_bytes",
+    }  # peaks of other records
 
 
 def test_an_empty_folder_has_the_columns_that_are_asked_for(tmp_path: Path) -> None:
-    found = harness.load(tmp_path)
-    assert len(found[~found.is_reference].groupby("method")["samples_per_second"].median()) == 0
+    frame = harness.load(tmp_path)
+    assert len(frame[~frame.is_reference].groupby("method")["samples_per_second"].median()) == 0
 
 
 def test_a_file_that_is_no_record_is_warned_of(tmp_path: Path) -> None:

@@ -46,12 +46,12 @@ REFERENCE, RUN = trained("resident", 1e9), trained("l2l", 1e9 + 60, 2.0)
 
 
 def test_what_was_bundled_there_is_named_by_its_machine_here(tmp_path: Path) -> None:
-    theirs = records.write(tmp_path / "theirs", REFERENCE, RUN)
+    sender = records.write(tmp_path / "theirs", REFERENCE, RUN)
     mine = records.write(
         tmp_path / "mine", *(trained(name, 1e9 + 5, machine=HERE) for name in ("resident", "l2l"))
     )
-    assert run("bundle", "--results", theirs).returncode == 0
-    done = run("add", theirs / "bundle.tar.gz", "--results", mine)
+    assert run("bundle", "--results", sender).returncode == 0
+    done = run("add", sender / "bundle.tar.gz", "--results", mine)
     assert done.returncode == 0, done.stderr
     (folder,) = added_folders(mine)
     assert folder.name.startswith("Abacus-9-4-cores-") and done.stdout.splitlines()[-1] == str(folder)
@@ -60,9 +60,9 @@ def test_what_was_bundled_there_is_named_by_its_machine_here(tmp_path: Path) -> 
     page = (mine / "report" / "index.html").read_text()
     assert "Sent in by others" in page and "Abacus 9, 4 cores" in page
     assert "2 records of Abacus 9, 4 cores" in (mine / "report" / "review.md").read_text()
-    told = run("compare", "l2l", "resident", "--results", mine).stdout
-    assert "A, on Abacus 9, 4 cores: l2l" in told and "A, on Sliderule 1, 2 cores: l2l" in told
-    assert run("add", theirs / "bundle.tar.gz", "--results", mine).returncode == 2
+    output = run("compare", "l2l", "resident", "--results", mine).stdout
+    assert "A, on Abacus 9, 4 cores: l2l" in output and "A, on Sliderule 1, 2 cores: l2l" in output
+    assert run("add", sender / "bundle.tar.gz", "--results", mine).returncode == 2
     assert len(added_folders(mine)) == 1
 
 
@@ -87,10 +87,10 @@ def test_of_copies_and_others_the_others_are_added(tmp_path: Path) -> None:
 def test_a_verdict_is_what_the_records_give_not_what_they_say(tmp_path: Path) -> None:
     wrong = dataclasses.replace(RUN, losses=[2.0] * RUN.job.steps)
     assert wrong.gate.verdict == "exact" and wrong.samples_per_second
-    *told, last = add(records.write(tmp_path / "theirs", REFERENCE, wrong), tmp_path / "mine")
-    taken = next(each for each in read_all(Path(last))[0].values() if each.job.method == "l2l")
+    *lines, last = add(records.write(tmp_path / "theirs", REFERENCE, wrong), tmp_path / "mine")
+    taken = next(record for record in read_all(Path(last))[0].values() if record.job.method == "l2l")
     assert (taken.gate.verdict, taken.gate.reason, taken.samples_per_second) == ("failed", "forward", None)
-    assert any("no throughput" in line and "(sent as exact)" in line for line in told)
+    assert any("no throughput" in line and "(sent as exact)" in line for line in lines)
 
 
 def test_without_its_reference_a_run_has_no_verdict(tmp_path: Path) -> None:
@@ -102,27 +102,27 @@ def test_without_its_reference_a_run_has_no_verdict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tensor", "verdict"), [("a", "exact"), ("b", "failed")])
 def test_the_probe_is_judged_again_too(tensor: str, verdict: str, tmp_path: Path) -> None:
     """A probe whose weights ended elsewhere, beside another rounding of the reference that ended where it did."""
-    asked = dataclasses.replace(RUN, gate=Gate("exact", evidence={"probe": {"fp32": "p"}}))
-    theirs = records.write(tmp_path / "theirs", REFERENCE, asked)
+    probed = dataclasses.replace(RUN, gate=Gate("exact", evidence={"probe": {"fp32": "p"}}))
+    sender = records.write(tmp_path / "theirs", REFERENCE, probed)
     other = {"w": {**TENSORS["w"], "sha256": tensor, "sketch": [1.0 if tensor == "a" else 9.0]}}
     rounded = trained("rounded", 1e9, workload=PROBED)
     records.write(
-        theirs / PROBES,
+        sender / PROBES,
         trained("resident", 1e9, workload=PROBED),
         rounded,
         trained("l2l", 1e9, workload=PROBED, key="p", tensors=other),
     )
-    *_, last = add(theirs, tmp_path / "mine")
-    taken = next(each for each in read_all(Path(last))[0].values() if each.job.method == "l2l")
+    *_, last = add(sender, tmp_path / "mine")
+    taken = next(record for record in read_all(Path(last))[0].values() if record.job.method == "l2l")
     assert taken.gate.verdict == verdict and "probe" in taken.gate.text
 
 
 def test_another_sources_probe_is_none(tmp_path: Path) -> None:
-    asked = dataclasses.replace(RUN, gate=Gate("exact", evidence={"probe": {"fp32": "p"}}))
-    theirs = records.write(tmp_path / "theirs", REFERENCE, asked)
+    probed = dataclasses.replace(RUN, gate=Gate("exact", evidence={"probe": {"fp32": "p"}}))
+    sender = records.write(tmp_path / "theirs", REFERENCE, probed)
     other = trained("l2l", 1e9, workload=PROBED, key="p", software={"source": "other"})
-    records.write(theirs / PROBES, trained("resident", 1e9, workload=PROBED), other)
-    *_, last = add(theirs, tmp_path / "mine")
+    records.write(sender / PROBES, trained("resident", 1e9, workload=PROBED), other)
+    *_, last = add(sender, tmp_path / "mine")
     gate = list(read_all(Path(last))[0].values())[-1].gate
     assert gate.text.startswith("0 of the 1 probes that its verdict names came with it")
     assert (gate.verdict, gate.reason) == ("untested", "probe")
@@ -131,9 +131,9 @@ def test_another_sources_probe_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sent", ["failed", "untested", "twin", "tolerance"])
 def test_no_run_is_judged_better_than_it_was_sent(sent: str, tmp_path: Path) -> None:
     """Its probe, which failed, stayed with the sender."""
-    asked = dataclasses.replace(RUN, gate=Gate(sent, "update", "the update is off (probe in fp32)"))
-    *_, last = add(records.write(tmp_path / "theirs", REFERENCE, asked), tmp_path / "mine")
-    taken = next(each for each in read_all(Path(last))[0].values() if each.job.method == "l2l")
+    probed = dataclasses.replace(RUN, gate=Gate(sent, "update", "the update is off (probe in fp32)"))
+    *_, last = add(records.write(tmp_path / "theirs", REFERENCE, probed), tmp_path / "mine")
+    taken = next(record for record in read_all(Path(last))[0].values() if record.job.method == "l2l")
     assert taken.gate.verdict == sent and "(probe in fp32)" in taken.gate.text
 
 
@@ -145,11 +145,11 @@ def test_a_model_that_is_not_known_is_left_out_and_not_made(
     foreign = configured(
         "mistral", config=json.dumps(config_of("mistral", num_key_value_heads=1)), learning_rate=1e-3
     )
-    theirs = records.write(tmp_path / "theirs", REFERENCE, RUN, trained("l2l", 1e9 + 70, workload=foreign))
-    *told, last = add(theirs, tmp_path / "mine")
+    sender = records.write(tmp_path / "theirs", REFERENCE, RUN, trained("l2l", 1e9 + 70, workload=foreign))
+    *lines, last = add(sender, tmp_path / "mine")
     assert (
         "left out: 1 record of models that are not known here (mistral): train them first, then add again"
-        in told
+        in lines
     )
     assert len(read_all(Path(last))[0]) == 2
     alone = records.write(tmp_path / "alone", trained("l2l", 1e9 + 70, workload=foreign))
@@ -157,9 +157,9 @@ def test_a_model_that_is_not_known_is_left_out_and_not_made(
 
 
 def test_a_log_that_is_added_commands_no_terminal(tmp_path: Path) -> None:
-    theirs = records.write(tmp_path / "theirs", REFERENCE)
-    (theirs / "log_0.txt").write_text("step 1 \x1b[2J\u202e\n")
-    *_, last = add(theirs, tmp_path / "mine")
+    sender = records.write(tmp_path / "theirs", REFERENCE)
+    (sender / "log_0.txt").write_text("step 1 \x1b[2J\u202e\n")
+    *_, last = add(sender, tmp_path / "mine")
     assert (Path(last) / "log_0.txt").read_text() == "step 1 \\x1b[2J\\u202e\n"
 
 
@@ -174,30 +174,30 @@ def test_the_page_says_which_runs_their_sender_had_not_judged(tmp_path: Path) ->
     """Nothing tells a run that was never judged from one whose verdict was removed."""
     [*add(records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path)]
     (sent,) = page.sent_in(tmp_path, None, 0)
-    told = dict(zip(map(str, sent.records["method"]), map(str, sent.records["why"]), strict=True))
-    assert ["judged here, not by the sender" in why for why in told.values()] == [False, True], told
+    reasons = dict(zip(map(str, sent.records["method"]), map(str, sent.records["why"]), strict=True))
+    assert ["judged here, not by the sender" in why for why in reasons.values()] == [False, True], reasons
 
 
 def test_a_record_that_is_none_leaves_nothing(tmp_path: Path) -> None:
-    theirs = records.write(tmp_path / "theirs", REFERENCE, RUN)
-    (theirs / "log_9.json").write_bytes(pickle.dumps({"a": 1}))
-    refused(theirs, tmp_path / "mine", "log_9.json is not a record")
+    sender = records.write(tmp_path / "theirs", REFERENCE, RUN)
+    (sender / "log_9.json").write_bytes(pickle.dumps({"a": 1}))
+    refused(sender, tmp_path / "mine", "log_9.json is not a record")
 
 
 def test_a_link_among_the_records_leaves_nothing(tmp_path: Path) -> None:
-    theirs = records.write(tmp_path / "theirs", REFERENCE, RUN)
-    (theirs / "log_9.json").symlink_to(theirs / "log_0.json")
-    refused(theirs, tmp_path / "mine", "expected a regular file, got a symbolic link")
+    sender = records.write(tmp_path / "theirs", REFERENCE, RUN)
+    (sender / "log_9.json").symlink_to(sender / "log_0.json")
+    refused(sender, tmp_path / "mine", "expected a regular file, got a symbolic link")
 
 
 def test_models_that_cannot_be_leave_nothing(tmp_path: Path) -> None:
-    theirs = records.write(tmp_path / "theirs", REFERENCE, RUN)
-    data = json.loads((theirs / "log_1.json").read_text())
+    sender = records.write(tmp_path / "theirs", REFERENCE, RUN)
+    data = json.loads((sender / "log_1.json").read_text())
     other = {"workload": {"num_layers": "many"}, "losses": [1.0], "grad_norms": [], "tensors": TENSORS}
     options = {"num_models": 2, "num_batch_sizes": "x"}
     data |= {"others": [other], "job": {**data["job"], "options": options}}
-    (theirs / "log_1.json").write_text(json.dumps(data))
-    refused(theirs, tmp_path / "mine", "log_1.json: expected a record that can be judged")
+    (sender / "log_1.json").write_text(json.dumps(data))
+    refused(sender, tmp_path / "mine", "log_1.json: expected a record that can be judged")
 
 
 def test_an_archive_with_code_in_it_leaves_nothing(tmp_path: Path) -> None:
@@ -211,37 +211,36 @@ def test_an_archive_with_code_in_it_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_code_in_a_folder_stays_there(tmp_path: Path) -> None:
-    theirs = records.write(tmp_path / "theirs", REFERENCE)
-    (theirs / "method.py").write_text("import os")
-    (theirs / "log_0.txt").write_text("step 1")
-    *_, last = add(theirs, tmp_path / "mine")
-    there = {path.name for path in Path(last).rglob("*") if path.is_file()}
-    assert there == {"log_0.json", "log_0.txt"}
+    sender = records.write(tmp_path / "theirs", REFERENCE)
+    (sender / "method.py").write_text("import os")
+    (sender / "log_0.txt").write_text("step 1")
+    *_, last = add(sender, tmp_path / "mine")
+    files = {path.name for path in Path(last).rglob("*") if path.is_file()}
+    assert files == {"log_0.json", "log_0.txt"}
 
 
 def test_a_case_is_drawn_for_each_machine_by_itself(tmp_path: Path) -> None:
     mine = records.write(tmp_path / "mine", *RECORDS)
-    theirs = (
-        dataclasses.replace(each, machine=THERE, step_seconds=[7.0] * len(each.step_seconds))
-        for each in RECORDS
+    sender = (
+        dataclasses.replace(run, machine=THERE, step_seconds=[7.0] * len(run.step_seconds)) for run in RECORDS
     )
     (mine / "added").mkdir()
-    records.write(mine / "added" / "Abacus-9-1", *theirs)
+    records.write(mine / "added" / "Abacus-9-1", *sender)
     done = run("case", "1", "--profile", "demo", "--extract", "--results", mine)
-    told = f"case 1, sent in, on Abacus 9, 4 cores: {mine}/figures/Abacus-9-1/case1_demo.csv"
-    assert done.returncode == 0 and told in done.stderr.splitlines()
+    line = f"case 1, sent in, on Abacus 9, 4 cores: {mine}/figures/Abacus-9-1/case1_demo.csv"
+    assert done.returncode == 0 and line in done.stderr.splitlines()
     assert "Abacus" not in (mine / "figures" / "case1_demo.csv").read_text()
     assert "Abacus" in (mine / "figures" / "Abacus-9-1" / "case1_demo.csv").read_text()
 
 
 def test_an_archive_has_the_probes_by_which_it_is_judged(tmp_path: Path) -> None:
-    asked = dataclasses.replace(RUN, gate=Gate("exact", evidence={"probe": {"fp32": "p"}}))
-    theirs = records.write(tmp_path / "theirs", REFERENCE, asked)
+    probed = dataclasses.replace(RUN, gate=Gate("exact", evidence={"probe": {"fp32": "p"}}))
+    sender = records.write(tmp_path / "theirs", REFERENCE, probed)
     records.write(
-        theirs / PROBES,
+        sender / PROBES,
         trained("resident", 1e9, workload=PROBED),
         trained("l2l", 1e9, workload=PROBED, key="p"),
     )
-    *told, last = add(bundle.write(theirs), tmp_path / "mine")
-    assert any("l2l" in line and f"probe: {RUN.job.steps} steps in fp32" in line for line in told)
+    *lines, last = add(bundle.write(sender), tmp_path / "mine")
+    assert any("l2l" in line and f"probe: {RUN.job.steps} steps in fp32" in line for line in lines)
     assert len(read_all(Path(last) / PROBES)[0]) == 2

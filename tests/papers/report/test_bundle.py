@@ -80,16 +80,16 @@ def test_sha256sum_accepts_what_the_verb_wrote(results: Path, tmp_path: Path) ->
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'b.tar.gz'}\n")
     shutil.unpack_archive(tmp_path / "b.tar.gz", tmp_path, filter="data")
     check = ["sha256sum", "--strict", "-c", bundle.MANIFEST]
-    told = subprocess.run(check, cwd=tmp_path / bundle.FOLDER, capture_output=True, text=True)
+    done = subprocess.run(check, cwd=tmp_path / bundle.FOLDER, capture_output=True, text=True)
     files = [path for path in (tmp_path / bundle.FOLDER).rglob("*") if path.is_file()]
-    assert told.returncode == 0 and told.stdout.count(": OK\n") == len(files) - 1  # all but itself
+    assert done.returncode == 0 and done.stdout.count(": OK\n") == len(files) - 1  # all but itself
 
 
 def test_records_logs_figures_and_report_are_in_it(unpacked: Path) -> None:
-    there = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     figures = {f"figures/case1_demo.{kind}" for kind in ("csv", "pdf", "png")}
     wanted = {"log_0.json", "log_5.json", "log_5.txt", "report/index.html", "report/review.md", bundle.ABOUT}
-    assert wanted | figures <= there
+    assert wanted | figures <= files
 
 
 def test_a_trace_its_figure_and_its_place_in_the_report_are_in_it_without_a_name(tmp_path: Path) -> None:
@@ -98,14 +98,14 @@ def test_a_trace_its_figure_and_its_place_in_the_report_are_in_it_without_a_name
     (results / "traces" / "other.json").write_text("{}")
     with tarfile.open(bundle.write(results, tmp_path / "b.tar.gz", NAMES)) as tar:
         tar.extractall(tmp_path, filter="data")
-    there = tmp_path / bundle.FOLDER
-    texts = [(there / name).read_text() for name in ("traces/overlap_demo.json", "figures/overlap_demo.csv")]
+    folder = tmp_path / bundle.FOLDER
+    texts = [(folder / name).read_text() for name in ("traces/overlap_demo.json", "figures/overlap_demo.csv")]
     assert not any("alice" in text for text in texts)
-    assert "Case overlap, profile demo" in (there / "report" / "index.html").read_text()
-    assert {path.name for path in there.glob("*/overlap_demo.*")} == {
+    assert "Case overlap, profile demo" in (folder / "report" / "index.html").read_text()
+    assert {path.name for path in folder.glob("*/overlap_demo.*")} == {
         f"overlap_demo.{kind}" for kind in ("json", "csv", "pdf", "png")
     }
-    assert not (there / "traces" / "other.json").exists()  # no trace of ours: it may hold anything
+    assert not (folder / "traces" / "other.json").exists()  # no trace of ours: it may hold anything
 
 
 def test_the_page_of_case_7_shows_what_was_measured_beside_its_runs(tmp_path: Path) -> None:
@@ -118,7 +118,8 @@ def test_the_page_of_case_7_shows_what_was_measured_beside_its_runs(tmp_path: Pa
         tar.extractall(tmp_path, filter="data")
     text = (tmp_path / bundle.FOLDER / "report" / "index.html").read_text()
     drawn = [
-        base64.b64decode(each).decode() for each in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", text)
+        base64.b64decode(image).decode()
+        for image in re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", text)
     ]
     assert len(drawn) == 1 and "<!-- 1 stage, micro-batches of 1 -->" in drawn[0]
     assert "<!-- morphed -->" in drawn[0] and "No morphed job here" not in drawn[0]
@@ -144,8 +145,8 @@ def test_no_name_is_in_any_text_of_it(unpacked: Path) -> None:
 
 def test_no_name_of_this_machine_is_in_a_bundle_made_here(tmp_path: Path) -> None:
     file = "cli/main.py"  # of this checkout, and of another
-    words = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/{file}, /opt/other/{file}, {tmp_path}/some/file.bin"
-    records.write(tmp_path / "results", dataclasses.replace(NO_CASE, status="crash", reason=words))
+    reason = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/{file}, /opt/other/{file}, {tmp_path}/some/file.bin"
+    records.write(tmp_path / "results", dataclasses.replace(NO_CASE, status="crash", reason=reason))
     with tarfile.open(bundle.write(tmp_path / "results")) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/log_0.json")
         assert member is not None
@@ -157,8 +158,8 @@ def test_what_is_unpacked_is_a_folder_of_the_same_results(results: Path, unpacke
     before, after = (list(read_all(folder)[0].values()) for folder in (results, unpacked))
     assert [record.key for record in after] == [record.key for record in before]
     assert after[:3] == before[:3]  # nothing to take out, nothing changed
-    told = [run("verify", "--results", str(folder), "--json").stdout for folder in (results, unpacked)]
-    assert told[0].count("\n") > 30 and told[0] == told[1]
+    outputs = [run("verify", "--results", str(folder), "--json").stdout for folder in (results, unpacked)]
+    assert outputs[0].count("\n") > 30 and outputs[0] == outputs[1]
 
 
 def test_a_word_of_the_records_stays_although_a_host_is_called_so(unpacked: Path) -> None:
@@ -200,8 +201,8 @@ def test_what_names_others_or_opens_doors_is_taken_out(text: str, left: str) -> 
 
 
 def test_hosts_of_other_machines_are_read_from_slurms_lists() -> None:
-    found = list(nodes("login1,tux[1-3,07]-ib,gpu[9-10]"))
-    assert found == ["login1", "tux1-ib", "tux2-ib", "tux3-ib", "tux07-ib", "gpu9", "gpu10"]
+    hosts = list(nodes("login1,tux[1-3,07]-ib,gpu[9-10]"))
+    assert hosts == ["login1", "tux1-ib", "tux2-ib", "tux3-ib", "tux07-ib", "gpu9", "gpu10"]
 
 
 PIECES = [
@@ -299,8 +300,11 @@ def test_records_that_cannot_be_read_are_one_line_that_names_them_and_no_archive
     (tmp_path / "log_b.json").symlink_to("nowhere")
     done = run("bundle", "--results", str(tmp_path))
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    for told in ("log_a.json is not a record: Expecting property name", "log_b.json is not a record: [Errno"):
-        assert told in done.stderr
+    for problem in (
+        "log_a.json is not a record: Expecting property name",
+        "log_b.json is not a record: [Errno",
+    ):
+        assert problem in done.stderr
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -23,13 +23,13 @@ SOURCE = notebook.FOLDER / "ae.py"
 
 def executed(results: Path) -> list[dict]:
     """The outputs of its code cells, run from top to bottom by a kernel of this Python, in a folder of results."""
-    made = nbformat.reads(notebook.notebook_text(SOURCE.read_text()), as_version=4)
+    written = nbformat.reads(notebook.notebook_text(SOURCE.read_text()), as_version=4)
     place = next(
-        index for index, cell in enumerate(made.cells) if "parameters" in cell.metadata.get("tags", [])
+        index for index, cell in enumerate(written.cells) if "parameters" in cell.metadata.get("tags", [])
     )
-    made.cells.insert(place + 1, nbformat.v4.new_code_cell(f"RESULTS = __import__('pathlib').{results!r}"))
-    nbclient.NotebookClient(made, timeout=None, resources={"metadata": {"path": str(results)}}).execute()
-    return [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]
+    written.cells.insert(place + 1, nbformat.v4.new_code_cell(f"RESULTS = __import__('pathlib').{results!r}"))
+    nbclient.NotebookClient(written, timeout=None, resources={"metadata": {"path": str(results)}}).execute()
+    return [output for cell in written.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
 def test_the_notebook_is_what_its_source_makes() -> None:
@@ -65,9 +65,9 @@ def test_progress_of_a_cells_call_is_lines_and_no_bar_that_is_redrawn(tmp_path: 
     """The call has a terminal: eight times a second its bar was added to the cell's output."""
     (tmp_path / "call.py").write_text(PROGRESS)
     call = f"!'{sys.executable}' '{tmp_path / 'call.py'}'"
-    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(call)])
-    nbclient.NotebookClient(made, timeout=None).execute()
-    lines = "".join(output.text for output in made.cells[0].outputs).splitlines()
+    written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(call)])
+    nbclient.NotebookClient(written, timeout=None).execute()
+    lines = "".join(output.text for output in written.cells[0].outputs).splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [["step", f"{step}/20"] for step in range(2, 21, 2)]
 
 
@@ -91,16 +91,16 @@ def test_other_processes_on_the_gpu_are_named(monkeypatch: pytest.MonkeyPatch, c
     other = SimpleNamespace(pid=7, usedGpuMemory=3 * 2**30)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", lambda handle: [other])
     notebook.show_neighbors()
-    told = capsys.readouterr().out.splitlines()
-    assert "79.0 GiB of 79.0 GiB are free" in told[0] and told[1].startswith("process 7 has 3.0 GiB")
+    lines = capsys.readouterr().out.splitlines()
+    assert "79.0 GiB of 79.0 GiB are free" in lines[0] and lines[1].startswith("process 7 has 3.0 GiB")
 
 
 def test_a_clean_up_keeps_what_was_measured_unless_it_is_to_go(tmp_path: Path) -> None:
-    made = {"log_l2l.json", "log_l2l.txt", "figures/case1_demo.png", "report/index.html"}
-    for name in (*made, "mine.txt"):
+    files = {"log_l2l.json", "log_l2l.txt", "figures/case1_demo.png", "report/index.html"}
+    for name in (*files, "mine.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     notebook.clean_up(tmp_path)
-    assert all((tmp_path / name).exists() for name in made)
+    assert all((tmp_path / name).exists() for name in files)
     notebook.clean_up(tmp_path, everything=True)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -41,7 +41,7 @@ FAILED = Gate("failed", "loss", f"it did not learn {HOSTILE}")
 
 def measured(job: Job, key: str, **changes: Any) -> Record:
     """A run as it would be on record, in a tenth of a second a step for every layer."""
-    found: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "key": key,
         "phase": "done",
         "clock": "sim",
@@ -54,7 +54,7 @@ def measured(job: Job, key: str, **changes: Any) -> Record:
         "peaks": {"device_allocated": 2**20, "host_anonymous": 2**21},
         "tensors": {"a": {"changed": 1.0, "moved": 1.0}},
     }
-    return records.record(job, job.workload.num_layers / 10, **{**found, **changes})
+    return records.record(job, job.workload.num_layers / 10, **{**defaults, **changes})
 
 
 RECORDS = [
@@ -111,7 +111,9 @@ class Page(HTMLParser):
 
     def head(self, caption: str) -> list[str]:
         """Columns of the first table whose caption begins so."""
-        return next(rows[0] for each, rows in self.tables.items() if each.startswith(caption))
+        return next(
+            rows[0] for caption_of_table, rows in self.tables.items() if caption_of_table.startswith(caption)
+        )
 
     def column(self, caption: str, name: str) -> list[str]:
         head, *rows = self.tables[caption]
@@ -176,19 +178,19 @@ def test_who_hears_or_tabs_through_the_page_misses_nothing(page: Page, written: 
     """What axe checks and a file can show: a language, one name for each id, images with a text, fields with a label,
     tables with a caption and heads with a scope, regions that scroll in reach of the keyboard and named, headings
     without a gap."""
-    told = page.elements
-    of = {tag: [attributes for each, attributes in told if each == tag] for tag, _ in told}
+    elements = page.elements
+    of = {tag: [attributes for name, attributes in elements if name == tag] for tag, _ in elements}
     assert of["html"] == [{"lang": "en"}] and len(of["title"]) == len(of["main"]) == len(of["h1"]) == 1
-    ids = [each["id"] for _, each in told if "id" in each]
+    ids = [name["id"] for _, name in elements if "id" in name]
     assert len(ids) == len(set(ids))
-    assert all(each.get("alt") for each in of["img"]) and all(each.get("scope") == "col" for each in of["th"])
+    assert all(name.get("alt") for name in of["img"]) and all(name.get("scope") == "col" for name in of["th"])
     assert len(page.tables) == len(of["caption"]) == len(of["table"])
     assert len(re.findall(r"<label>[^<]+<input ", written.read_text())) == len(of["input"])
-    scrolling = [each for each in of["div"] if each.get("class") == "scroll"]
+    scrolling = [name for name in of["div"] if name.get("class") == "scroll"]
     assert all(
-        (each["tabindex"], each["role"]) == ("0", "region") and each["aria-label"] for each in scrolling
+        (name["tabindex"], name["role"]) == ("0", "region") and name["aria-label"] for name in scrolling
     )
-    levels = [int(tag[1]) for tag, _ in told if re.fullmatch(r"h[1-6]", tag)]
+    levels = [int(tag[1]) for tag, _ in elements if re.fullmatch(r"h[1-6]", tag)]
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
@@ -221,13 +223,13 @@ def test_only_a_run_that_passed_the_gate_has_a_throughput(page: Page) -> None:
 
 
 def test_every_number_of_a_figure_is_one_click_from_its_record(page: Page) -> None:
-    there = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
     links = {
-        str(each["href"])[1:]
-        for tag, each in page.elements
-        if tag == "a" and str(each["href"]).startswith("#")
+        str(attributes["href"])[1:]
+        for tag, attributes in page.elements
+        if tag == "a" and str(attributes["href"]).startswith("#")
     }
-    assert links <= there
+    assert links <= ids
     caption = "Case 1, profile demo: the numbers of the figure"
     rows = zip(
         page.column(caption, "method"),
@@ -236,8 +238,8 @@ def test_every_number_of_a_figure_is_one_click_from_its_record(page: Page) -> No
         page.column(caption, "origin"),
         strict=True,
     )
-    ours = [row[:3] for row in rows if row[3] == "run"]
-    assert ours == [("l2l", "10", "#2"), ("l2l", "11", "#3"), ("stronghold", "9", "#4")]
+    measured_cells = [row[:3] for row in rows if row[3] == "run"]
+    assert measured_cells == [("l2l", "10", "#2"), ("l2l", "11", "#3"), ("stronghold", "9", "#4")]
 
 
 def test_a_record_is_shown_whole_but_for_its_tensors(page: Page) -> None:
@@ -246,21 +248,22 @@ def test_a_record_is_shown_whole_but_for_its_tensors(page: Page) -> None:
     assert shown == {name: value for name, value in RECORDS[3].to_dict().items() if name != "tensors"}
 
 
-@pytest.mark.parametrize(("left", "words"), [("", ""), (f"; {LEFT_OUT}", " --no-probe")])
-def test_the_call_that_repeats_a_run_leaves_the_probe_out_where_the_run_did(left: str, words: str) -> None:
+@pytest.mark.parametrize(("left", "options"), [("", ""), (f"; {LEFT_OUT}", " --no-probe")])
+def test_the_call_that_repeats_a_run_leaves_the_probe_out_where_the_run_did(left: str, options: str) -> None:
     run = dataclasses.replace(RECORDS[0], gate=Gate("exact", "", f"bit-equal{left}"))
-    told = dict(tables.Entry(1, Path("log.json"), run).facts)["run again"]
-    assert told == f"{command(run.job)}{words} --rerun"
+    again = dict(tables.Entry(1, Path("log.json"), run).facts)["run again"]
+    assert again == f"{command(run.job)}{options} --rerun"
 
 
 def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
-    found = verify.findings(written.parent.parent, None, None)
+    findings = verify.findings(written.parent.parent, None, None)
     published = {
-        each.claim.id: each for each in verify.findings(written.parent.parent, verify.PUBLISHED, None)
+        finding.claim.id: finding
+        for finding in verify.findings(written.parent.parent, verify.PUBLISHED, None)
     }
     rows = [row for caption, rows in page.tables.items() if caption.startswith(CLAIMS) for row in rows[1:]]
-    assert len(rows) == len(found)
-    for finding in found:
+    assert len(rows) == len(findings)
+    for finding in findings:
         (row,) = [row for row in rows if f" {finding.claim.id}: " in row[0]]
         assert row[0].startswith(finding.claim.text) and row[2].startswith(finding.seen)
         assert row[1].startswith(published[finding.claim.id].seen) and row[3].startswith(finding.verdict)
@@ -279,12 +282,15 @@ def test_the_conclusion_comes_first_then_figures_claims_how_it_was_measured_and_
 
 def test_the_conclusion_says_what_was_measured_where_and_which_claims_hold() -> None:
     first, pipelines = (
-        next(each for each in claims.load() if each.id == name) for name in ("6a.order", PIPELINES)
+        next(claim for claim in claims.load() if claim.id == name) for name in ("6a.order", PIPELINES)
     )
-    found = [Finding(first, "PASS"), *(Finding(pipelines, verdict) for verdict in ("FAIL", "XFAIL", "N/A"))]
+    findings = [
+        Finding(first, "PASS"),
+        *(Finding(pipelines, verdict) for verdict in ("FAIL", "XFAIL", "N/A")),
+    ]
     clock = "by the clock sim (a CPU whose device memory and link are simulated)"
     slow = '"On commodity networks other pipelines take up to 26 % longer"'
-    assert conclusion.sentences(RECORDS, found, ["Some CPU, 2 cores"]) == [
+    assert conclusion.sentences(RECORDS, findings, ["Some CPU, 2 cores"]) == [
         f"On Some CPU, 2 cores, {clock}, 3 of 5 runs of 3 methods trained as the reference does, 1 failed the gate,"
         " and 1 ran out of host memory.",
         'Of 4 claims of the papers 3 could be tested: 1 holds ("STRONGHOLD trains the largest model, then L2L, then'
@@ -318,10 +324,10 @@ def test_a_figures_data_lies_beside_the_page(page: Page, written: Path) -> None:
 def test_of_many_sizes_those_are_shown_that_leave_no_methods_row_empty() -> None:
     large = [measured(DEMO.probe("l2l", depth), f"k{depth}") for depth in range(3, 12)]
     runs = [measured(DEMO.probe(name, 2), name) for name in ("l2l", "stronghold")] + large
-    told = tables.summary(
+    summary = tables.summary(
         [tables.Entry(number, Path("log.json"), run) for number, run in enumerate(runs, start=1)]
     )
-    by_method = dict(zip(("l2l", "stronghold"), told.values.tolist(), strict=True))
+    by_method = dict(zip(("l2l", "stronghold"), summary.values.tolist(), strict=True))
     assert [cell.links for cell in by_method["stronghold"]] == [(), (2,), (), (), (), (), ()]
     assert [cell.links for cell in by_method["l2l"]] == [(), (1,), (7,), (8,), (9,), (10,), (11,)]
 
@@ -336,17 +342,17 @@ def test_a_method_has_a_row_and_a_size_a_column(page: Page) -> None:
 
 
 def test_claims_that_the_records_decide_are_shown_the_others_are_folded(page: Page, written: Path) -> None:
-    told = claims.load()
+    all_claims = claims.load()
     verdicts = ["N/A", "NOT TESTED", "FAIL", "NOT DISTINGUISHABLE", "PASS", "XFAIL", "SIMULATED"]
-    found = [Finding(claim, verdict) for claim, verdict in zip(told[:7], verdicts, strict=True)]
-    made = tables.claims_shown(found, [Finding(claim, "PASS") for claim in told], [])
-    assert [[cell.text for cell in group["verdict"]] for group in made] == [
+    findings = [Finding(claim, verdict) for claim, verdict in zip(all_claims[:7], verdicts, strict=True)]
+    shown = tables.claims_shown(findings, [Finding(claim, "PASS") for claim in all_claims], [])
+    assert [[cell.text for cell in group["verdict"]] for group in shown] == [
         ["PASS", "FAIL", "XFAIL", "NOT DISTINGUISHABLE"],
         ["SIMULATED"],
         ["NOT TESTED"],
         ["N/A"],
     ]
-    assert [list(group) for group in made] == [["sentence", "published", "here", "verdict"]] * 4
+    assert [list(group) for group in shown] == [["sentence", "published", "here", "verdict"]] * 4
     folded = re.findall(r"<summary>\d+ (claims [\w ]+)</summary>", written.read_text())
     # none is decided
     assert folded == [caption.lower() for caption in page.tables if caption.startswith(CLAIMS)]
@@ -356,10 +362,10 @@ def test_each_peak_says_of_which_memory_it_is_and_each_clock_has_a_row() -> None
     """The same cell by two clocks was shown once, without the clock."""
     job = DEMO.probe("l2l", 2)
     both = [measured(job, "a"), measured(dataclasses.replace(job, device="cpu"), "b", clock="cpu")]
-    entries = [tables.Entry(number, Path("log.json"), each) for number, each in enumerate(both, start=1)]
-    told = tables.summary(entries)
-    assert [cell.text for cell in told["clock"]] == ["sim", "cpu"]
-    assert [cell.more for cell in told.iloc[:, -1]] == ["exact, device 1.0 MiB, host 2.0 MiB"] * 2
+    entries = [tables.Entry(number, Path("log.json"), record) for number, record in enumerate(both, start=1)]
+    summary = tables.summary(entries)
+    assert [cell.text for cell in summary["clock"]] == ["sim", "cpu"]
+    assert [cell.more for cell in summary.iloc[:, -1]] == ["exact, device 1.0 MiB, host 2.0 MiB"] * 2
     assert "clock" not in tables.summary(entries[:1])
 
 
@@ -367,10 +373,10 @@ def test_a_methods_cell_shows_the_newest_judged_record_and_its_window() -> None:
     job = dataclasses.replace(DEMO.probe("l2l", 2), options={"window_size": 3})
     judged = measured(job, "a", started=1.6e9)
     later = [measured(job, "a", gate=Gate()), measured(job, "a", status="interrupted", gate=Gate())]
-    told = tables.summary(
-        [tables.Entry(n, Path("log.json"), each) for n, each in enumerate([judged, *later], start=1)]
+    summary = tables.summary(
+        [tables.Entry(n, Path("log.json"), record) for n, record in enumerate([judged, *later], start=1)]
     )
-    (cell,) = told.iloc[:, -1]
+    (cell,) = summary.iloc[:, -1]
     assert cell.links == (1,) and cell.more.startswith("exact, window 3, device")
 
 
@@ -378,8 +384,8 @@ def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_brea
     text = (written.parent / "review.md").read_text()
     rows = [re.split(r"(?<!\\)\|", line) for line in text.splitlines() if line.startswith("|")]
     assert {len(row) for row in rows} == {len(rows[0])}
-    told = [(row[1].strip(), row[4].strip()) for row in rows[2:]]
-    assert told == [
+    verdicts = [(row[1].strip(), row[4].strip()) for row in rows[2:]]
+    assert verdicts == [
         (finding.claim.id, finding.verdict) for finding in verify.findings(written.parent.parent, None, None)
     ]
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
@@ -389,8 +395,8 @@ def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_brea
 def test_a_profile_with_two_names_has_its_figures_once() -> None:
     gpu = {**MACHINE, "gpu": "Some GPU", "gpu_bytes": 2**37}
     job = case.profile_of("quick", None, gpu).probe("l2l", 8)
-    there = report.tables([measured(job, "k", clock="cuda", machine=gpu)])
-    assert [(used.name, number) for used, number, _ in there if number == 1] == [("quick", 1)]
+    case_tables = report.tables([measured(job, "k", clock="cuda", machine=gpu)])
+    assert [(used.name, number) for used, number, _ in case_tables if number == 1] == [("quick", 1)]
 
 
 def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
@@ -402,7 +408,7 @@ def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "words", "told"),
+    ("runs", "options", "message"),
     [
         ([], "", "no record in"),
         (RECORDS[:1], "--profile some", "--profile: expected one of demo, quick, paper, fit"),
@@ -416,11 +422,11 @@ def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_reported_is_one_line(tmp_path: Path, found: list, words: str, told: str) -> None:
-    done = run("report", "--results", str(write(tmp_path / "results", *found)), *words.split())
+def test_what_cannot_be_reported_is_one_line(tmp_path: Path, runs: list, options: str, message: str) -> None:
+    done = run("report", "--results", str(write(tmp_path / "results", *runs)), *options.split())
     assert (
         (done.returncode, done.stdout) == (2, "")
-        and told in done.stderr
+        and message in done.stderr
         and len(done.stderr.splitlines()) == 1
     )
 
@@ -436,8 +442,8 @@ LOG = dataclasses.replace(RECORDS[0], key="k9", origin="imported", machine={}, g
 
 def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
     page, review = report.write(write(tmp_path, *RECORDS, LOG))
-    told = Page(page.read_text())
-    assert [tables.LOG in text for text in told.column(ALL, "method")] == [False] * 5 + [True]
+    shown = Page(page.read_text())
+    assert [tables.LOG in text for text in shown.column(ALL, "method")] == [False] * 5 + [True]
     assert "6 records: 5 measured here, 1 read from logs</h1>" in page.read_text()
     assert "<li>1 imported: trained and passed the gate</li>" in page.read_text()
     assert "5 of them measured here" in review.read_text() and "1 read from logs" in review.read_text()
@@ -458,13 +464,13 @@ def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
 def test_what_was_foretold_stands_beside_what_was_measured(page: Page, tmp_path: Path) -> None:
     """The published Megatron-LM run of 32 layers, by the published machine's rates; none of a machine nobody knows."""
     job = Job("megatron-lm", Workload(num_layers=32), device="cuda")
-    told = Page(
+    shown = Page(
         report.write(write(tmp_path, measured(job, "k", origin="imported", clock="cuda")))[0].read_text()
     )
-    (caption,) = (caption for caption in told.tables if caption.startswith("A step of 1.717 B"))
-    row = told.column(caption, "method").index("megatron-lm")
-    assert float(told.column(caption, "predicted s")[row]) == pytest.approx(5.3397, rel=0.01)
-    assert told.column(caption, "measured s")[row] == "3.2 #1"
+    (caption,) = (caption for caption in shown.tables if caption.startswith("A step of 1.717 B"))
+    row = shown.column(caption, "method").index("megatron-lm")
+    assert float(shown.column(caption, "predicted s")[row]) == pytest.approx(5.3397, rel=0.01)
+    assert shown.column(caption, "measured s")[row] == "3.2 #1"
     assert not any(caption.startswith("A step of") for caption in page.tables)
 
 
@@ -476,8 +482,8 @@ def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_d
     )
     never = dataclasses.replace(broken, key="another", reason="by a flood")
     _, review = report.write(write(tmp_path, broken, never, RECORDS[0]))
-    told = review.read_text().partition("## Runs that did not train")[2].partition("## ")[0]
-    assert "by a flood" in told and "by Ctrl-C" not in told
+    section = review.read_text().partition("## Runs that did not train")[2].partition("## ")[0]
+    assert "by a flood" in section and "by Ctrl-C" not in section
 
 
 @pytest.mark.heavy
@@ -529,7 +535,7 @@ def test_no_table_is_wider_than_the_page(written: Path, chromium: browser.Browse
 def test_the_page_is_dark_for_who_wants_it(written: Path, chromium: browser.Browser) -> None:
     chromium.open(written)
     paper = "getComputedStyle(document.body).backgroundColor"
-    assert [chromium.scheme(each) or chromium.value(paper) for each in ("light", "dark")] == [
+    assert [chromium.scheme(scheme) or chromium.value(paper) for scheme in ("light", "dark")] == [
         "rgb(255, 255, 255)",
         "rgb(22, 22, 22)",
     ]
