@@ -64,7 +64,8 @@ class Law(NamedTuple):
     reserved_per_allocated: float
     host_bytes_per_param: float | None
     host_source: str = ""
-    difference: str = ""  # why this project's method of the same name needs other bytes than the published one
+    # why this project's method of the same name needs other bytes than the published one
+    difference: str = ""
 
     def device_bytes(self, workload: Workload) -> int:
         inputs = workload.num_layers * workload.boundary_bytes
@@ -115,7 +116,9 @@ LAWS = (
         2556.1,
         29_928.0 / 29_775.2,
         None,
-        difference="20 bytes a parameter instead of 16: without Apex, torch's AdamW makes an fp32 copy of all while it steps",
+        difference=(
+            "20 bytes a parameter instead of 16: without Apex, torch's AdamW makes an fp32 copy of all while it steps"
+        ),
     ),
     Law(
         "L2L",

@@ -270,13 +270,13 @@ def table_of_any_runs(number: int, records: Sequence[Record], where: Sequence[st
     The case's pick() chooses the rows that its figure shows. If runs of a method differ in their window, cases about
     windows or largest sizes use all runs, and other cases use those with the published window.
     """
-    its_case = load(number)
+    its_case, values = load(number), points.choices(where)
     if not its_case.picks:
         raise ValueError(
             f"case {number}: expected --profile, because this case draws only its own runs; try {call(number)} first"
         )
     results = [record for record in records if record.job.method in its_case.methods and record.is_result]
-    selected = points.chosen(results, where)
+    selected = [record for record in results if points.is_chosen(record, values)]
     runs = points.of_newest_code(selected)
     if num_others := len(selected) - len(runs):
         others = f"{num_others} of {len(selected)} runs left out"

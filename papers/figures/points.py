@@ -153,22 +153,23 @@ def _memory_text(size: int | None) -> str:
     return gib(size).replace(" ", "") if size else "none"
 
 
-def chosen(records: Sequence[Record], where: Sequence[str]) -> list[Record]:
-    """Return the records that `where` selects; each of its texts is NAME=VALUE. A record that does not give a fact is
-    selected by any value of it. Raises ValueError if a text is no choice."""
-    choices = dict(map(_choice, where))
-    return [
-        record
-        for record in records
-        if all(facts(record)[name] in (None, value) for name, value in choices.items())
-    ]
+def choices(where: Sequence[str]) -> dict[str, str]:
+    """Return the values to select, by name of a fact. Each text of `where` is NAME=VALUE. Raises ValueError if one is
+    not."""
+    values = {}
+    for text in where:
+        name, equals, value = text.partition("=")
+        if not equals or name not in CHOICES:
+            names = ", ".join(CHOICES)
+            raise ValueError(f"--where: expected NAME=VALUE with a name of {names}, got {text!r}")
+        values[name] = value
+    return values
 
 
-def _choice(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or name not in CHOICES:
-        raise ValueError(f"--where: expected NAME=VALUE with a name of {', '.join(CHOICES)}, got {text!r}")
-    return name, value
+def is_chosen(record: Record, values: Mapping[str, str]) -> bool:
+    """True if the record's facts have these values. A fact that the record does not give has any value."""
+    known = facts(record)
+    return all(known[name] in (None, value) for name, value in values.items())
 
 
 def check_alike(number: int, values: Mapping[str, Iterable[str | None]]) -> None:
