@@ -80,13 +80,15 @@ class Pipelines(Case):
             else used.common
         )
         num_layers = max(1, min(used.common, fits))
-        return [
-            profile.job(OURS, num_layers, world_size=num_ranks, num_stages=num_stages, chunk_size=chunk_size)
-            for num_stages in range(1, num_ranks + 1)
-            if num_ranks % num_stages == 0
-            for chunk_size in RUNS[used.kind]
-            if used.workload.batch_size * num_stages // num_ranks % chunk_size == 0
-        ]
+        jobs = []
+        for num_stages in range(1, num_ranks + 1):
+            if num_ranks % num_stages:
+                continue
+            for chunk_size in RUNS[used.kind]:
+                if used.workload.batch_size * num_stages // num_ranks % chunk_size == 0:
+                    options = {"world_size": num_ranks, "num_stages": num_stages, "chunk_size": chunk_size}
+                    jobs.append(profile.job(OURS, num_layers, **options))
+        return jobs
 
     def measure(self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
         """Measure the profile, the morphing job and the undisturbed job, unless their results exist."""

@@ -21,7 +21,18 @@ from harness.base.counted import counted
 from harness.core.record import Record, records_of
 from harness.gate.flaws import untrained
 from harness.gate.verdict import judge, together, unasked
-from papers.claims.compare import ALIKE, NONE, SETTING, SLOWER, Comparison, compare, select, side_text
+from papers.claims.compare import (
+    ALIKE,
+    NONE,
+    SETTING,
+    SLOWER,
+    Comparison,
+    compare,
+    compared_side,
+    differences,
+    select,
+    side_text,
+)
 
 SAME_BITS, SAME, OTHERWISE, UNKNOWN = "the same bits", "the same within rounding", "otherwise", "not compared"
 
@@ -119,7 +130,7 @@ def hold(new: Sequence[Record], old: Sequence[Record]) -> Held:
 def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
     """Return whether a record trains like the baseline's (SAME_BITS, SAME, OTHERWISE or UNKNOWN), and why."""
     if new.status != old.status:
-        return OTHERWISE, f"ended as {new.status}{_told(new)}, the baseline's as {old.status}{_told(old)}"
+        return OTHERWISE, f"ended as {new.status}{_reason(new)}, the baseline's as {old.status}{_reason(old)}"
     if new.status != "ok":
         return SAME, f"both ended as {new.status}"
     if old.gate.passed and not new.gate.passed:
@@ -140,27 +151,24 @@ def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
     return {"exact": SAME_BITS, "tolerance": SAME, "failed": OTHERWISE}.get(gate.verdict, UNKNOWN), gate.text
 
 
-def _told(record: Record) -> str:
+def _reason(record: Record) -> str:
     return f" ({record.reason})" if record.reason else ""
 
 
 def _print_one(one: Held, as_json: bool) -> None:
-    data = one.to_dict()
     if as_json:
-        print(json.dumps(data))
+        print(json.dumps(one.to_dict()))
         return
-    print(f"new:      {side_text(data['a'])}\nbaseline: {side_text(data['b'])}")
-    print(
-        f"  trains {one.training}: {one.why}"
-        if one.training != UNKNOWN
-        else f"  training {UNKNOWN}: {one.why}"
-    )
     speed = one.speed
+    print(f"new:      {side_text(compared_side(speed.a))}")
+    print(f"baseline: {side_text(compared_side(speed.b))}")
+    verb = "trains" if one.training != UNKNOWN else "training"
+    print(f"  {verb} {one.training}: {one.why}")
     if speed.ratio is None:
         print(f"  speed {NONE}: {speed.why}")
     else:
         speed_text = "cannot tell which is faster" if speed.verdict == ALIKE else speed.verdict
         print(f"  {speed_text}: {speed.ratio.text} times the baseline's samples/s ({speed.why})")
-    for name, (new_value, old_value) in data["differs"].items():
+    for name, (new_value, old_value) in differences(speed.a[-1], speed.b[-1]).items():
         if name in TOLD:
             print(f"  differs: {name}: {new_value} | {old_value}")

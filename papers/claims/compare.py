@@ -18,7 +18,7 @@ import pandas as pd
 
 from harness.base.checkout import ROOT
 from harness.base.counted import counted
-from harness.core.job import gib
+from harness.core.job import Budget, gib
 from harness.core.record import Record, added_folders, records_of
 from harness.jobs.command import again
 from papers.figures import points
@@ -38,6 +38,28 @@ Pair = tuple[list[Record], list[Record]]
 
 
 @dataclass(frozen=True)
+class ComparedSide:
+    """One side of a comparison with its measurement. Its fields are those of the JSON that `compare` prints."""
+
+    method: str
+    options: dict[str, Any]
+    num_layers: int
+    hidden_size: int
+    device: str
+    budget: Budget
+    machine: str
+    num_runs: int
+    status: str
+    gate: str  # the gate's verdict
+    gate_text: str
+    samples_per_second: float | None  # None, as the bounds, unless all runs passed the gate
+    low: float | None
+    high: float | None
+    doubts: list[str]
+    keys: list[str]
+
+
+@dataclass(frozen=True)
 class Comparison:
     """A comparison of two sides, A and B, each with the records of one job's repeats. `ratio`: A's throughput divided
     by B's; None if a side has no throughput."""
@@ -51,8 +73,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         ratio = self.ratio
         return {
-            "a": side(self.a),
-            "b": side(self.b),
+            "a": dataclasses.asdict(compared_side(self.a)),
+            "b": dataclasses.asdict(compared_side(self.b)),
             "verdict": self.verdict,
             "why": self.why,
             "ratio": ratio and ratio.value,
@@ -263,28 +285,27 @@ def _differing(a_values: dict[str, Any], b_values: dict[str, Any]) -> dict[str, 
     return {name: (a_values.get(name), b_values.get(name)) for name in names}
 
 
-def side(repeats: list[Record]) -> dict[str, Any]:
-    """Return one side of a comparison with its measurement, as JSON values."""
+def compared_side(repeats: list[Record]) -> ComparedSide:
     row, newest = row_of(METRIC, repeats), repeats[-1]
-    shown = row if row.valid else None
-    return {
-        "method": row.method,
-        "options": newest.job.options,
-        "num_layers": row.num_layers,
-        "hidden_size": row.hidden_size,
-        "device": newest.job.device,
-        "budget": dataclasses.asdict(newest.job.budget),
-        "machine": row.machine,
-        "num_runs": len(repeats),
-        "status": row.status,
-        "gate": newest.gate.verdict,
-        "gate_text": newest.gate.text,
-        "samples_per_second": shown and shown.value,
-        "low": shown and shown.low,
-        "high": shown and shown.high,
-        "doubts": list(row.inconclusive),
-        "keys": list(row.keys),
-    }
+    value, low, high = (row.value, row.low, row.high) if row.valid else (None, None, None)
+    return ComparedSide(
+        row.method,
+        newest.job.options,
+        row.num_layers,
+        row.hidden_size,
+        newest.job.device,
+        newest.job.budget,
+        row.machine,
+        len(repeats),
+        row.status,
+        newest.gate.verdict,
+        newest.gate.text,
+        value,
+        low,
+        high,
+        list(row.inconclusive),
+        list(row.keys),
+    )
 
 
 def _print_comparison(
@@ -292,13 +313,13 @@ def _print_comparison(
 ) -> None:
     """Print a comparison. `folders`: the folders of A's and of B's records, named in the printed calls that measure
     again. `names_machines`: True: print each side's machine."""
-    data = comparison.to_dict()
     if as_json:
-        print(json.dumps(data))
+        print(json.dumps(comparison.to_dict()))
         return
-    for letter, one in (("A", data["a"]), ("B", data["b"])):
-        where = f", on {one['machine'] or 'an unnamed machine'}" if names_machines else ""
-        print(f"{letter}{where}: {side_text(one)}")
+    for letter, repeats in (("A", comparison.a), ("B", comparison.b)):
+        side = compared_side(repeats)
+        where = f", on {side.machine or 'an unnamed machine'}" if names_machines else ""
+        print(f"{letter}{where}: {side_text(side)}")
     if comparison.ratio is None:
         print(f"{comparison.verdict}: {comparison.why}")
     elif comparison.verdict == ALIKE:
@@ -309,23 +330,23 @@ def _print_comparison(
             print(f"  to narrow it, measure again: {again(repeats[-1], is_short=True)} --rerun{where}")
     else:
         print(f"A is {comparison.verdict}: {comparison.ratio.text} times B's samples/s ({comparison.why})")
-    for name, (a_value, b_value) in data["differs"].items():
+    for name, (a_value, b_value) in differences(comparison.a[-1], comparison.b[-1]).items():
         print(f"  differs: {name}: {_shown(a_value)} | {_shown(b_value)}")
 
 
-def side_text(one: dict[str, Any]) -> str:
-    options = "".join(f" {name}={value}" for name, value in one["options"].items())
-    budget, link = one["budget"], one["budget"]["link_bytes_per_second"]
-    sizes = {name: budget[f"{name}_bytes"] for name in ("device", "host", "disk")}
-    limits = [f"on {one['device']}", *(f"{name} {gib(size)}" for name, size in sizes.items() if size)]
+def side_text(side: ComparedSide) -> str:
+    options = "".join(f" {name}={value}" for name, value in side.options.items())
+    budget, link = side.budget, side.budget.link_bytes_per_second
+    sizes = {"device": budget.device_bytes, "host": budget.host_bytes, "disk": budget.disk_bytes}
+    limits = [f"on {side.device}", *(f"{name} {gib(size)}" for name, size in sizes.items() if size)]
     place = ", ".join([*limits, f"link {gib(link)}/s"] if link else limits)
-    runs = counted(one["num_runs"], "run")
-    bounds = f" ({one['low']:.4g} to {one['high']:.4g})" if one["low"] is not None else ""
-    speed = one["samples_per_second"]
+    bounds = f" ({side.low:.4g} to {side.high:.4g})" if side.low is not None else ""
+    speed = side.samples_per_second
     speed_text = f"{speed:.4g} samples/s{bounds}" if speed else "no throughput"
-    gate = f"gate {one['gate']}: {one['gate_text']}" if one["status"] == "ok" else f"ended as {one['status']}"
-    size = f"{counted(one['num_layers'], 'layer')} x {one['hidden_size']}"
-    return f"{one['method']}{options}, {size}, {place}: {runs}, {speed_text}; {gate}"
+    gate = f"gate {side.gate}: {side.gate_text}" if side.status == "ok" else f"ended as {side.status}"
+    size = f"{counted(side.num_layers, 'layer')} x {side.hidden_size}"
+    runs = counted(side.num_runs, "run")
+    return f"{side.method}{options}, {size}, {place}: {runs}, {speed_text}; {gate}"
 
 
 def _no_common_workload(a: pd.DataFrame, b: pd.DataFrame) -> str:

@@ -124,7 +124,7 @@ def _plateau(expected: Shape, plateau: Plateau, rows: list[FigureRow]) -> Answer
         len(rows) - (flat_from(bound) if all(row.has_interval for row in rows) else index)
         for bound in ("low", "high")
     )
-    numbers = HOLD if shortest >= plateau.num_points else BROKEN if longest < plateau.num_points else OPEN
+    numbers = _decide(shortest, longest, plateau.num_points, math.inf)
     place, last = (getattr(rows[at], expected.against) for at in (index, -1))
     if index == len(rows) - 1:
         gain = _gain(rows[-2], rows[-1]).value - 1

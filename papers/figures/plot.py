@@ -112,8 +112,9 @@ def small_print(drawing: Figure, text: str) -> None:
 
 def notes(drawing: Figure) -> list[str]:
     """Return the notes of a figure's small print, each as one line of text."""
-    lines = [text.get_text() for text in drawing.texts if text.get_gid() == SMALL_PRINT]
-    return [line for text in lines for line in text.replace(CONTINUED, " ").split("\n") if line]
+    texts = [text.get_text() for text in drawing.texts if text.get_gid() == SMALL_PRINT]
+    lines = "\n".join(texts).replace(CONTINUED, " ").split("\n")
+    return [line for line in lines if line]
 
 
 def foot(row: FigureRow) -> list[str]:
@@ -248,9 +249,9 @@ def _fit(axes: Axes) -> None:
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        heights = [float(y) for mark in lines if mark.get_gid() != FAILED for y in mark.get_ydata()]
+        highest = max(max(mark.get_ydata()) for mark in lines if mark.get_gid() != FAILED)
         num_rows = (len(labels) + 1) // 2
-        axes.set_ylim(0, max(heights) * (1.08 + 0.13 * num_rows) or 1.0)
+        axes.set_ylim(0, float(highest) * (1.08 + 0.13 * num_rows) or 1.0)
         axes.legend(loc="upper left", ncols=min(2, len(labels)), borderaxespad=0.1)
 
 

@@ -178,12 +178,13 @@ def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
         return ()
     if metric == "step_seconds":
         return tuple(seconds for record in repeats for seconds in record.timed_seconds)
-    timed = ((record, seconds) for record in repeats for seconds in record.timed_seconds if seconds)
-    if metric == "tokens_per_second":
-        return tuple(
-            record.samples_per_step * record.job.workload.seq_len / seconds for record, seconds in timed
-        )
-    return tuple(record.samples_per_step / seconds for record, seconds in timed)
+    speeds = []
+    for record in repeats:
+        amount = record.samples_per_step
+        if metric == "tokens_per_second":
+            amount *= record.job.workload.seq_len
+        speeds += [amount / seconds for seconds in record.timed_seconds if seconds]
+    return tuple(speeds)
 
 
 def _option(record: Record, name: str) -> str:

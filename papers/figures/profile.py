@@ -133,11 +133,12 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     if name == "demo":
         return _demo()
     is_whole = name == "paper" or (name == "fit" and "gpu" in facts)
-    factor = 1 if is_whole else 4 if name == "quick" else 16
-    device = "sim" if factor == 16 else "cuda"
-    memories = (
-        _memories(on, facts, device) if is_whole else _memories(on or named_machines.PUBLISHED, {}, device)
-    )
+    if is_whole:
+        factor, device = 1, "cuda"
+        memories = _memories(on, facts, device)
+    else:
+        factor, device = (4, "cuda") if name == "quick" else (16, "sim")
+        memories = _memories(on or named_machines.PUBLISHED, {}, device)
     workload, budget = _shrunk(factor, memories, on_gpu=factor < 16)
     lengths = (
         {"steps": 20, "warmup": 5, "repeats": 3}

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from harness.base.console import readable
 from harness.base.counted import counted
@@ -126,7 +127,10 @@ def _new(runs: dict[str, Record], results: Path) -> dict[str, Record]:
     """Return the runs that are new: not in `results`, nor in a folder that was added to it. Of equal runs, one is
     kept."""
     folders = (results, *added_folders(results))
-    known = {mark for folder in folders for record in read_all(folder)[0].values() for mark in marks(record)}
+    known: set[Any] = set()
+    for folder in folders:
+        for record in read_all(folder)[0].values():
+            known.update(marks(record))
     new = {}
     for name, record in sorted(runs.items()):
         if not known.intersection(run_marks := marks(record)):

@@ -216,7 +216,11 @@ def row_table(caption: str, rows: Sequence[FigureRow], entries: Sequence[Entry])
 
 def _row(row: FigureRow, entries: Sequence[Entry]) -> dict[str, Cell | str]:
     has_ended = row.status != "ok"
-    judged = "passed" if row.valid else "FAILED THE GATE" if row.is_judged else "not judged yet"
+    trained = Cell("passed" if row.valid else "FAILED THE GATE", look=GOOD if row.valid else BAD)
+    if has_ended:
+        trained = Cell(f"ended: {row.status}", look=OPEN)
+    elif not row.is_judged:
+        trained = Cell("passed" if row.valid else "not judged yet", look=OPEN)
     size = f"failed at {value_text(row)}" if row.metric == "params" and row.value else ""
     bounds = "" if row.low is None or row.high is None else f"{row.low:.4g} to {row.high:.4g}"
     return {
@@ -232,10 +236,7 @@ def _row(row: FigureRow, entries: Sequence[Entry]) -> dict[str, Cell | str]:
         ),
         "95 % interval": Cell(bounds, row.low),
         "processes": Cell(str(row.num_runs), row.num_runs),
-        "trained?": Cell(
-            f"ended: {row.status}" if has_ended else judged,
-            look=OPEN if has_ended or not row.is_judged else GOOD if row.valid else BAD,
-        ),
+        "trained?": trained,
         "why": row.reason,
         "origin": row.origin,
         "records": Cell(links=numbers_of(row.keys, entries)),
@@ -282,14 +283,10 @@ def claims_shown(
     record tests; and those about another machine. An empty table is left out."""
     published_by_id = {finding.claim.id: finding for finding in published}
     where = "imported logs" if verify.is_of_logs(findings) else "here"
+    by_verdict = sorted(findings, key=lambda finding: verify.VERDICTS.index(finding.verdict))
     tables = []
     for kind, caption in CLAIM_TABLES.items():
-        shown = [
-            finding
-            for verdict in verify.VERDICTS
-            for finding in findings
-            if finding.verdict == verdict and kind == (verdict if verdict in CLAIM_TABLES else "")
-        ]
+        shown = [finding for finding in by_verdict if kind == _table_of(finding)]
         if shown:
             rows = [
                 _claim_row(finding, published_by_id[finding.claim.id], where, entries) for finding in shown
@@ -297,6 +294,11 @@ def claims_shown(
             tables.append(table(caption, rows))
             tables[-1].attrs["is_open"] = not kind
     return tables
+
+
+def _table_of(finding: Finding) -> str:
+    """Return the key in CLAIM_TABLES of the table that shows the finding."""
+    return finding.verdict if finding.verdict in CLAIM_TABLES else ""
 
 
 def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[Entry]) -> dict[str, Cell]:

@@ -57,7 +57,7 @@ def test_a_claim_is_what_its_file_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "one key, claims"),
         ("claims: {}", "one key, claims"),
@@ -384,7 +384,7 @@ def test_runs_under_the_papers_budgets_are_found_by_its_name(device: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "message"),
     [
         ("--machine TPU", "no record of machine 'TPU': try --machine with one of ['A100', 'H200']"),
         ("", "expected runs of one machine, got runs of 2: try --machine with one of ['A100', 'H200']"),

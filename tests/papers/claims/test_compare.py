@@ -154,7 +154,7 @@ def test_without_a_passing_gate_there_is_no_throughput_and_no_ratio() -> None:
         None,
         "A has no throughput: loss 3 instead of 2",
     )
-    assert compare.side([failed])["samples_per_second"] is None
+    assert compare.compared_side([failed]).samples_per_second is None
     ended = record("resident", status="oom-device", reason="full", step_seconds=[], gate=Gate())
     assert "B has no throughput: ended as oom-device: full" in compare.compare([record()], [ended]).why
 
@@ -222,7 +222,7 @@ def test_runs_are_paired_by_device_and_budget_before_any_newest_one_is_taken(tmp
         ("sim", 4.0),
         ("cpu", 2.0),
     ]
-    assert compare.side(comparisons[0].a)["budget"]["device_bytes"] == 16 * 2**20
+    assert compare.compared_side(comparisons[0].a).budget.device_bytes == 16 * 2**20
 
 
 def test_where_no_budget_is_common_the_newest_are_taken_and_the_difference_is_named(tmp_path: Path) -> None:
