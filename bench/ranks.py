@@ -22,7 +22,7 @@ from harness.core.record import Record
 from harness.gate.probe import NONE
 from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep
-from harness.jobs.verdict_table import write_markdown
+from harness.jobs.verdict_table import Table, write_markdown
 from harness.plan.fit import resolve
 
 STEPS, LAST_RATE = 10, 3e-3
@@ -103,7 +103,7 @@ def main() -> None:
     print_table(HEADS, found, numbers=HEADS[-2:])
     title = "Ranks beside one process: the largest relative difference of any of 10 steps, fp32"
     if given.out:
-        write_markdown(given.out, title, "python -m bench.ranks", HEADS, found)
+        write_markdown(given.out, "python -m bench.ranks", Table(title, HEADS, found))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from cases._release_reports import REPORTS, PublicReport, reports_about
 from cases._releases import ENGINES, ROWS, UNSEEN, columns_of, ordered
-from harness.gate.probe import LEFT_OUT
+from harness.gate.probe import is_left_out
 from papers.figures.case_files import EDITED
 from papers.figures.point import FigureRow
 
@@ -122,7 +122,7 @@ def notes(rows: Sequence[FigureRow]) -> Iterator[str]:
 
 def without_probe(rows: Sequence[FigureRow]) -> list[str]:
     """Return a note if cells passed without the gate's probe."""
-    return [NO_PROBE] if any(kind(row) == PASSES and LEFT_OUT in row.reason for row in rows) else []
+    return [NO_PROBE] if any(kind(row) == PASSES and is_left_out(row.reason) for row in rows) else []
 
 
 def _about(report: PublicReport) -> str:

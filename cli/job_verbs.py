@@ -354,8 +354,8 @@ def _show_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], outpu
         for job, outcome in zip(jobs, outcomes, strict=True):
             if isinstance(outcome, str):
                 refused.setdefault(job.method, f"refused, such as {outcome}")
-        notes = refused.values()
-        verdict_table.write_markdown(output.table, verdict_table.TITLE, command, heads, rows, notes)
+        table = verdict_table.Table(verdict_table.TITLE, heads, rows, list(refused.values()))
+        verdict_table.write_markdown(output.table, command, table)
 
 
 def _draft(place: Place | None, jobs: list[Job], call: Call) -> None:

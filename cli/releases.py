@@ -186,9 +186,8 @@ def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
     from cases._release_words import HEADS, kind, notes, page_rows
 
     rows = case.table(CASE, used, records_of(results))
-    lines = list(page_rows(rows))
-    call = shlex.join(["./run.sh", *sys.argv[1:]])
-    verdict_table.write_markdown(out, TITLE, call, HEADS, lines, notes(rows))
+    page = verdict_table.Table(TITLE, HEADS, list(page_rows(rows)), list(notes(rows)))
+    verdict_table.write_markdown(out, shlex.join(["./run.sh", *sys.argv[1:]]), page)
     table = case_files.write_rows(CASE, used.name, rows, results / "figures")
     files = [out, table, *case_files.draw(CASE, table)]
     if as_json:
@@ -199,5 +198,5 @@ def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
                 )
             )
         return
-    print_table(HEADS[:3], [line[:3] for line in lines], has_lines=True)
+    print_table(HEADS[:3], [row[:3] for row in page.rows], has_lines=True)
     print(", ".join(map(str, files)))

@@ -115,9 +115,10 @@ def reference_of(job: Job, folders: tuple[Path, ...] = ()) -> Job:
 
 def is_peer(record: Record, job: Job) -> bool:
     """True if the record is another method's, of a training of the job's workload that passed."""
-    theirs, mine = ((one.workload, one.steps, one.device) for one in (record.job, job))
     passed = record.status == "ok" and record.gate.passed
-    return passed and record.job.method != job.method and theirs == mine
+    other = record.job
+    is_same = (other.workload, other.steps, other.device) == (job.workload, job.steps, job.device)
+    return passed and is_same and other.method != job.method
 
 
 def model_of(record: Record, number: int) -> Record:

@@ -52,13 +52,13 @@ def inspect(tensors: Iterable[TensorState], job: Job) -> dict[str, dict[str, Any
     cores = available_cores()
     # `tensors` may make each tensor only when it is asked for: hold at most one tensor for each core, and one more
     room = threading.Semaphore(cores + 1)
-    found: dict[str, Future] = {}
+    looks: dict[str, Future] = {}
     with ThreadPoolExecutor(cores, initializer=use_cores, initargs=(1,)) as pool:
         for state in tensors:
             room.acquire()
-            found[state.name] = pool.submit(look, state, job.workload)
-            found[state.name].add_done_callback(lambda _: room.release())
-    return {name: future.result() for name, future in found.items()}
+            looks[state.name] = pool.submit(look, state, job.workload)
+            looks[state.name].add_done_callback(lambda _: room.release())
+    return {name: future.result() for name, future in looks.items()}
 
 
 def look(state: TensorState, workload: Workload) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def look(state: TensorState, workload: Workload) -> dict[str, Any]:
     noise = noise_in(state.name, workload)
     changed, moved, size = 0, 0.0, 0.0
     for start, drawn in drawn_blocks(state.name, state.weight.shape, workload, BLOCK):
-        here = weight[start : start + len(drawn)].float().cpu()
-        digest.update(here.numpy().data)
-        size = math.hypot(size, norm(here))
-        change = torch.sub(here, drawn, out=drawn)
+        block = weight[start : start + len(drawn)].float().cpu()
+        digest.update(block.numpy().data)
+        size = math.hypot(size, norm(block))
+        change = torch.sub(block, drawn, out=drawn)
         changed += int(torch.count_nonzero(change))
         without_noise(change, start, noise)
         moved = math.hypot(moved, norm(change))

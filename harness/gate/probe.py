@@ -88,6 +88,11 @@ LEFT_OUT = "the probe was left out"  # text of a verdict without a probe, becaus
 ALL_LAYERS = MOST_LAYERS
 
 
+def is_left_out(text: str) -> bool:
+    """True if the text of a verdict says that the call left the probe out. A record tells it by no other fact."""
+    return LEFT_OUT in text
+
+
 class Probe(NamedTuple):
     """The trials of a probe, the trial in fp32 first. `untested`: what could not be tested, as text. `refused`: why the
     method does not train at the probe's learning rate, although it trained at the job's. `missing`: how many trainings

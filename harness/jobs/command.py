@@ -11,7 +11,7 @@ from harness.core.job import Budget, Job, Workload
 from harness.core.option import options_of
 from harness.core.record import Record
 from harness.devices import machine
-from harness.gate.probe import LEFT_OUT
+from harness.gate.probe import is_left_out
 
 SIZES = ("num_layers", "hidden_size", "batch_size")  # printed first, and by a long call always
 LAST = "micro_batches"  # printed after all other fields of the workload
@@ -23,23 +23,24 @@ def command(job: Job, is_short: bool = False) -> str:
     `is_short`: leave out the options whose value is the default.
     """
     load, budget = job.workload, job.budget
-    words: list[Any] = ["-m", job.method, *(["--model", load.model] if load.model else [])]
+    arguments: list[Any] = ["-m", job.method, *(["--model", load.model] if load.model else [])]
     options = options_of(Workload)
     for name in (*SIZES, *(name for name in options if name not in (*SIZES, LAST)), LAST):
         is_said = name == "num_layers" or (name in SIZES and not is_short)
         if is_said or getattr(load, name) != getattr(Workload, name):
-            words += [options[name].flag, getattr(load, name)]
+            arguments += [options[name].flag, getattr(load, name)]
     flags = method.flags()
     for name, value in job.options.items():
         is_flag = is_short and name in flags and flags[name].is_short
-        words += [flags[name].flag, value] if is_flag else ["--option", f"{name}={value}"]
-    words += [] if is_short and job.device == usual_device(budget) else ["--device", job.device]
+        arguments += [flags[name].flag, value] if is_flag else ["--option", f"{name}={value}"]
+    if not is_short or job.device != usual_device(budget):
+        arguments += ["--device", job.device]
     for name, option in sorted(options_of(Budget).items(), key=lambda item: "bytes" not in item[0]):
         if (limit := getattr(budget, name)) is not None:
-            words += [option.flag, size_text(limit) if "bytes" in name else limit]
+            arguments += [option.flag, size_text(limit) if "bytes" in name else limit]
     if not is_short or (job.steps, job.warmup) != (Job.steps, Job.warmup):
-        words += ["--steps", job.steps, "--warmup", job.warmup]
-    return shlex.join(["./run.sh", *map(str, words)])
+        arguments += ["--steps", job.steps, "--warmup", job.warmup]
+    return shlex.join(["./run.sh", *map(str, arguments)])
 
 
 def usual_device(budget: Budget) -> str:
@@ -49,13 +50,14 @@ def usual_device(budget: Budget) -> str:
 
 def again(record: Record, is_short: bool = False) -> str:
     """Return the command line that repeats a record's run; a record judged without a probe gets --no-probe."""
-    is_unprobed = LEFT_OUT in record.gate.text
-    return command(record.job, is_short) + (" --no-probe" if is_unprobed else "")
+    return command(record.job, is_short) + (" --no-probe" if is_left_out(record.gate.text) else "")
 
 
 def size_text(size: float) -> str:
     """Return a size in bytes as text, in the largest unit that gives a whole number; if there is none, in KiB. Division
     by a power of two is exact, so the text loses nothing."""
     units = [("TiB", 2**40), ("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20)]
-    unit, factor = next(((unit, each) for unit, each in units if size % each == 0), ("KiB", 1024))
-    return f"{Decimal(size) / factor}{unit}"
+    for unit, num_bytes in units:
+        if size % num_bytes == 0:
+            return f"{Decimal(size) / num_bytes}{unit}"
+    return f"{Decimal(size) / 1024}KiB"

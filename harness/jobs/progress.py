@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from harness.plan import run_time
 from harness.run.launch import Report
 
 LEAST_FORETOLD = 30.0  # seconds; a shorter remaining time is not reported
-LEAST_TOLD = 2.0  # seconds; a shorter duration of a run is not reported
+LEAST_REPORTED = 2.0  # seconds; a shorter duration of a run is not reported
 FEWEST_TIMED = 5  # least number of timed steps whose median is reliable
 UNEXPLAINED = ("crash", "killed", "timeout")  # statuses of runs whose log tells more than the record
 
@@ -73,70 +74,75 @@ class _Lines:
         self.write, self.steps, self.host_bytes = write, 0, 0
         self.has_reference: bool | None = False
         self.probe_runs = 0.0  # the probe's duration, divided by the duration of the job's run
-        self.told: Job | None = None
+        self.job: Job | None = None  # the job whose options the line at its start has named
 
     def report(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "start":
-            plan, job = event["plan"], event["job"]
-            self.told = job if event.get("total", 1) > 1 else None
-            self.steps, self.host_bytes, self.has_reference = (
-                job.steps,
-                plan.host_bytes,
-                event.get("has_reference"),
-            )
-            self.probe_runs = event.get("probe_runs", 0.0)
-            if (foreseen := event.get("foreseen_seconds", 0.0)) > run_time.LONG_SECONDS:
-                told = f"about {run_time.text(foreseen)}{self._included()}"
-                self.write(f"long: {told}, by the machine's rates or a rough guess: {run_time.SHORTER}")
-            options = "".join(f" {name}={value}" for name, value in job.options.items())
-            seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
-            if (own := event.get("run_seconds", 0.0)) >= LEAST_TOLD:
-                seconds += f"; takes about {run_time.text(own)}"
-            self.write(
-                f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
-                f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{seconds}"
-            )
-            if LEAST_FORETOLD < foreseen <= run_time.LONG_SECONDS:
-                self.write(f"  about {run_time.text(foreseen)} in all{self._included()}")
+            self._start(event)
         elif kind == "recorded":
             self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
         elif kind == "step":
-            self.foretell(event)
-            told = f"  step {event['step']}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
-            if "skipped_at_scale" in event:
-                self.write(
-                    f"{told}  skipped: a gradient is not finite at loss scale {event['skipped_at_scale']:g}"
-                )
-            elif event["step"] % max(1, self.steps // 10) == 0 or event["step"] == self.steps:
-                self.write(told + shares_text(event))
+            self._step(event)
         elif kind == "memory":
             done, rate = event["bytes"], event["bytes"] / event["seconds"]
             self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
         elif kind == "end":
-            # the line at the job's start has already named its options
-            is_told = event["record"].job == self.told
-            told = closing_line(event["record"], has_options=not is_told)
-            if event["record"].status in UNEXPLAINED:
-                told += f" ({event['path'].removesuffix('.json')}.txt)"
-            self.write(told)
-            job = event["record"].job
-            if job.trace and event["record"].answers(job):
-                self.write(f"  trace, for https://ui.perfetto.dev: {job.trace}")
-            if job.save and event["record"].answers(job):
-                self.write(f"  weights and config.json, for transformers: {job.save}")
+            self._end(event)
         elif kind in ("build", "wait"):
             self.write(f"  {event['text']}")
         elif kind == "warning":
             self.write(f"warning: {event['text']}")
+
+    def _start(self, event: dict[str, Any]) -> None:
+        plan, job = event["plan"], event["job"]
+        self.job = job if event.get("total", 1) > 1 else None
+        self.steps, self.host_bytes = job.steps, plan.host_bytes
+        self.has_reference = event.get("has_reference")
+        self.probe_runs = event.get("probe_runs", 0.0)
+        foreseen = event.get("foreseen_seconds", 0.0)
+        total = f"about {run_time.text(foreseen)}"
+        if foreseen > run_time.LONG_SECONDS:
+            basis = f"by the machine's rates or a rough guess: {run_time.SHORTER}"
+            self.write(f"long: {total}{self._included()}, {basis}")
+        options = "".join(f" {name}={value}" for name, value in job.options.items())
+        seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
+        if (run_seconds := event.get("run_seconds", 0.0)) >= LEAST_REPORTED:
+            seconds += f"; takes about {run_time.text(run_seconds)}"
+        self.write(
+            f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
+            f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{seconds}"
+        )
+        if LEAST_FORETOLD < foreseen <= run_time.LONG_SECONDS:
+            self.write(f"  {total} in all{self._included()}")
+
+    def _step(self, event: dict[str, Any]) -> None:
+        self.foretell(event)
+        step, scale = event["step"], event.get("skipped_at_scale")
+        line = f"  step {step}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
+        if "skipped_at_scale" in event:
+            self.write(f"{line}  skipped: a gradient is not finite at loss scale {scale:g}")
+        elif step % max(1, self.steps // 10) == 0 or step == self.steps:
+            self.write(line + shares_text(event))
+
+    def _end(self, event: dict[str, Any]) -> None:
+        record, job = event["record"], event["record"].job
+        line = closing_line(record, has_options=job != self.job)
+        if record.status in UNEXPLAINED:
+            line += f" ({event['path'].removesuffix('.json')}.txt)"
+        self.write(line)
+        if job.trace and record.answers(job):
+            self.write(f"  trace, for https://ui.perfetto.dev: {job.trace}")
+        if job.save and record.answers(job):
+            self.write(f"  weights and config.json, for transformers: {job.save}")
 
     def foretell(self, event: dict[str, Any]) -> None:
         """After the first step, print the remaining time, if it is longer than LEAST_FORETOLD."""
         left = (self.steps - event["step"]) * event["seconds"]
         left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and left > LEAST_FORETOLD:
-            told = f"about {run_time.text(left)} left{self._included()}"
-            self.write(f"  {told}{f': {run_time.SHORTER}' if left > run_time.LONG_SECONDS else ''}")
+            advice = f": {run_time.SHORTER}" if left > run_time.LONG_SECONDS else ""
+            self.write(f"  about {run_time.text(left)} left{self._included()}{advice}")
 
     def _included(self) -> str:
         parts = ["its reference"] * bool(self.has_reference) + ["its probe"] * bool(self.probe_runs)
@@ -176,22 +182,23 @@ class _Bar:
 def shares_text(event: dict[str, Any]) -> str:
     """Return, as text, each model's share of the devices' time, and the sum of these shares; empty if the event has no
     shares."""
-    shares = event.get("shares", ())
-    told = f"  models {' '.join(f'{100 * share:.0f}' for share in shares)} % of the devices, in use {sum(shares):.0%}"
-    return told if shares else ""
+    if not (shares := event.get("shares", ())):
+        return ""
+    percents = " ".join(f"{100 * share:.0f}" for share in shares)
+    return f"  models {percents} % of the devices, in use {sum(shares):.0%}"
 
 
 def summary(record: Record) -> dict[str, Any]:
     """Return, as data, what closing_line() says as text."""
     job, names = record.job, ("status", "reason", "samples_per_second", "peaks")
-    found = {name: getattr(record, name) for name in names}
+    measured = {name: getattr(record, name) for name in names}
     load = job.workload
     sizes = {"num_layers": load.num_layers, "options": job.options, "num_params": load.num_params}
     sizes |= {"model": load.model} if load.model else {}
     return {
         "method": job.method,
         **sizes,
-        **found,
+        **measured,
         "gate": record.gate.verdict,
         "gate_text": record.gate.text,
     }
@@ -200,8 +207,11 @@ def summary(record: Record) -> dict[str, Any]:
 def print_results(records: Sequence[Record]) -> None:
     """Print one table with a row for each job, and a column for each size and option in which the jobs differ."""
     rows: list[dict[str, Any]] = [{**vars(record.job.workload), **record.job.options} for record in records]
-    names = dict.fromkeys(name for row in rows for name in row if name not in ("num_layers", "config"))
-    names = {name: None for name in names if len({str(row[name]) for row in rows if name in row}) > 1}
+    names = []
+    for name in dict.fromkeys(itertools.chain(*rows)):
+        values = {str(row[name]) for row in rows if name in row}
+        if len(values) > 1 and name not in ("num_layers", "config"):
+            names.append(name)
     columns = ["method", "layers", *names, "samples/s", "device", "host", "result"]
     lines = []
     for record, row in zip(records, rows, strict=True):
@@ -210,15 +220,8 @@ def print_results(records: Sequence[Record]) -> None:
         host = record.peaks.get("host_accounted", record.host_peak_bytes)
         result = f"gate {record.gate.verdict}" if record.status == "ok" else record.status
         sizes = [row["num_layers"], *(row.get(name, "-") for name in names)]
-        lines.append(
-            [
-                record.job.method,
-                *sizes,
-                speed,
-                *(gib(size) if size else "-" for size in (device, host)),
-                result,
-            ]
-        )
+        peaks = [gib(size) if size else "-" for size in (device, host)]
+        lines.append([record.job.method, *sizes, speed, *peaks, result])
     print_table(columns, lines, numbers=columns[1:-1])
 
 
@@ -230,7 +233,7 @@ def closing_line(record: Record, has_options: bool = True) -> str:
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
-    speed += "".join(f" ({told})" for told in (record.slowed_by, few_steps(record)) if told)
+    speed += "".join(f" ({warning})" for warning in (record.slowed_by, few_steps(record)) if warning)
     host_limit, device_limit = (
         host_limit_bytes(job.budget, job.device),
         device_limit_bytes(job),

@@ -377,12 +377,12 @@ def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, 
     """Return the facts on which a measurement depends beside its job, so that a changed file changes the job's key. The
     facts are a hash of the source of the method `name`, hashes of the files that the job reads, and facts of this
     machine. `files`: what read_by() returns for the job."""
-    found = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
+    facts = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
     load, num_samples = files or (None, 0)
     if load and load.corpus is not None:
         from harness.core.data import corpus_hash
 
-        found["corpus"] = corpus_hash(load, num_samples)
+        facts["corpus"] = corpus_hash(load, num_samples)
     if load and load.weights is not None:
-        found["weights"] = weight_files.files_hash(load.weights)
-    return found
+        facts["weights"] = weight_files.files_hash(load.weights)
+    return facts

@@ -3,7 +3,8 @@ as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.base.counted import counted
@@ -16,10 +17,20 @@ TITLE = "The gate's verdicts, methods by models"
 Outcome = Record | str  # a job's record, or the reason why its method refused the job
 
 
-def columns(asked: Sequence[Job]) -> dict[Workload, str] | None:
+@dataclass(frozen=True)
+class Table:
+    """A table for a page, with a title above it and notes below it. `heads`: the heads of its columns."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+
+def columns(jobs: Sequence[Job]) -> dict[Workload, str] | None:
     """Return the head of each model's column: its name; if two names are equal, its name and number of layers; if two
     of these heads are equal, too, its width beside them. None if two models have the same layers and width."""
-    models = list(dict.fromkeys(job.workload for job in asked))
+    models = list(dict.fromkeys(job.workload for job in jobs))
     layers = [load.layers_text for load in models]
     widths = [f"{text} x {load.hidden_size}" for text, load in zip(layers, models, strict=True)]
     for heads in ([load.model_name for load in models], layers, widths):
@@ -28,15 +39,15 @@ def columns(asked: Sequence[Job]) -> dict[Workload, str] | None:
     return None
 
 
-def rows(asked: Sequence[Job], outcomes: Sequence[Outcome]) -> list[list[str]]:
+def rows(jobs: Sequence[Job], outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Return the rows of the table, one for each method with its options as asked: a title, and the verdict on each
     model in the order of columns(); "-" for a model that was not asked of this method with these options."""
-    found: dict[str, dict[Workload, str]] = {}
-    for job, outcome in zip(asked, outcomes, strict=True):
+    verdicts: dict[str, dict[Workload, str]] = {}
+    for job, outcome in zip(jobs, outcomes, strict=True):
         title = " ".join([job.method, *(f"{name}={value}" for name, value in job.options.items())])
-        found.setdefault(title, {})[job.workload] = verdict(outcome)
-    models = list(dict.fromkeys(job.workload for job in asked))
-    return [[title, *(cells.get(model, "-") for model in models)] for title, cells in found.items()]
+        verdicts.setdefault(title, {})[job.workload] = verdict(outcome)
+    models = list(dict.fromkeys(job.workload for job in jobs))
+    return [[title, *(cells.get(model, "-") for model in models)] for title, cells in verdicts.items()]
 
 
 def verdict(outcome: Outcome) -> str:
@@ -48,20 +59,19 @@ def verdict(outcome: Outcome) -> str:
         return "refused"
     if outcome.status != "ok":
         return outcome.status
-    found, gate = outcome.gate.evidence.get("loss_difference"), outcome.gate
-    return gate.verdict if gate.verdict == "exact" or found is None else f"{gate.verdict}, {found:.1e}"
+    gate = outcome.gate
+    difference = gate.evidence.get("loss_difference")
+    if gate.verdict == "exact" or difference is None:
+        return gate.verdict
+    return f"{gate.verdict}, {difference:.1e}"
 
 
-def write_markdown(
-    path: Path,
-    title: str,
-    command: str,
-    heads: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    notes: Iterable[str] = (),
-) -> None:
-    """Write a file with a title, the command that made the table, this machine's CPU, the table, and notes below it."""
+def write_markdown(path: Path, command: str, table: Table) -> None:
+    """Write a file with the table's title, the command that made the table, this machine's CPU, the table and its
+    notes."""
     about = f"By `{command}` on {machine.facts()['cpu']}, {counted(machine.facts()['cores'], 'core')}."
-    lines = [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
-    below = ["", *(f"- {note}" for note in notes)]
-    write_page(path, "\n".join([f"# {title}", "", about, "", *lines, *(below if below[1:] else []), ""]))
+    cells = (table.heads, ["---"] * len(table.heads), *table.rows)
+    lines = [f"# {table.title}", "", about, "", *(f"| {' | '.join(row)} |" for row in cells)]
+    if table.notes:
+        lines += ["", *(f"- {note}" for note in table.notes)]
+    write_page(path, "\n".join([*lines, ""]))

@@ -31,7 +31,7 @@ BUILD_LOGS = BUILD_LOG.format("*")  # names of compilers' logs, which are not lo
 
 
 def import_logs(
-    asked: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
+    paths: Iterable[Path], results: Path, reference: str | None, skipped: Callable[[Path, str], None]
 ) -> Iterator[tuple[Record, bool]]:
     """Yield the judged record of each log, and True if the record is new in `results`.
 
@@ -40,17 +40,19 @@ def import_logs(
     named method.
     """
     chosen: dict[Path, list[Path]] = {}
-    for path in _find(asked):
+    for path in _find(paths):
         chosen.setdefault(path.parent, []).append(path)
     written: dict[str, Path] = {}  # by key of a record: the log that this call read it from
-    there = {record.key: path for path, record in read_all(results)[0].items() if record.origin == "imported"}
-    found = {folder: _read_folder(folder, paths) for folder, paths in chosen.items()}
-    names = sorted({record.job.method for records, _ in found.values() for record in records.values()})
+    imported = {
+        record.key: path for path, record in read_all(results)[0].items() if record.origin == "imported"
+    }
+    by_folder = {folder: _read_folder(folder, logs) for folder, logs in chosen.items()}
+    names = sorted({record.job.method for records, _ in by_folder.values() for record in records.values()})
     if reference is not None and names and reference not in names:
         raise ValueError(
             f"--reference: expected a method of these logs ({', '.join(names)}), got {reference!r}"
         )
-    for folder, (records, complaints) in found.items():
+    for folder, (records, complaints) in by_folder.items():
         gates = judge_curves.judge_all(list(records.values()), references(records.values(), reference))
         judged = dict(zip(records, gates, strict=True))
         for path in chosen[folder]:
@@ -67,38 +69,35 @@ def import_logs(
             except ValueError as error:
                 skipped(path, f"no verb could read its record: {error}")
                 continue
-            yield record, _write(record, path, results, there)
+            yield record, _write(record, path, results, imported)
 
 
-def references(records: Iterable[Record], asked: str | None = None) -> list[str]:
+def references(records: Iterable[Record], reference: str | None = None) -> list[str]:
     """Return the methods that may be the reference for a folder's logs, best first.
 
-    `asked`: the only method to return; None: return all methods whose plan keeps everything on the device, this
+    `reference`: the only method to return; None: return all methods whose plan keeps everything on the device, this
     project's own reference first.
     """
-    if asked is not None:
-        return [asked]
+    if reference is not None:
+        return [reference]
     known = {record.job.method for record in records} & set(method.names())
     plans = {name: method.create(name, {}).plan(Workload(), Room()) for name in known}
     resident = [name for name, plan in plans.items() if not plan.host_bytes and not plan.disk_bytes]
     return sorted(resident, key=lambda name: (name != method.reference(), name))
 
 
-def _find(asked: Iterable[Path]) -> list[Path]:
-    """Return the files in `asked` and, for each folder in `asked`, the possible logs in it; each path only once."""
-    found: dict[Path, None] = {}
-    for path in asked:
-        if path.is_dir():
-            for folder, _, names in sorted(os.walk(path)):
-                logs = [
-                    name
-                    for name in sorted(names)
-                    if name.endswith(SUFFIXES) and not fnmatchcase(name, BUILD_LOGS)
-                ]
-                found |= {Path(os.path.abspath(folder), name): None for name in logs}
-        else:
-            found[Path(os.path.abspath(path))] = None
-    return list(found)
+def _find(paths: Iterable[Path]) -> list[Path]:
+    """Return the files in `paths` and, for each folder in `paths`, the possible logs in it; each path only once."""
+    files: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            files[Path(os.path.abspath(path))] = None
+            continue
+        for folder, _, names in sorted(os.walk(path)):
+            for name in sorted(names):
+                if name.endswith(SUFFIXES) and not fnmatchcase(name, BUILD_LOGS):
+                    files[Path(os.path.abspath(folder), name)] = None
+    return list(files)
 
 
 def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
@@ -120,15 +119,15 @@ def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], d
     return records, complaints
 
 
-def _write(record: Record, log: Path, results: Path, there: dict[str, Path]) -> bool:
+def _write(record: Record, log: Path, results: Path, imported: dict[str, Path]) -> bool:
     """Write the record to a file whose name follows the published pattern. Return False, and write nothing, if the same
     record is there already."""
-    path = there.get(record.key)
+    path = imported.get(record.key)
     if path is not None and json.loads(path.read_text()) == json.loads(json.dumps(record.to_dict())):
         return False
     path = path or _free(results, record, log)
     record.write(path)
-    there[record.key] = path
+    imported[record.key] = path
     return True
 
 

@@ -56,10 +56,11 @@ def _timed(record: Record, gate: Gate) -> Gate:
 def learned(record: Record) -> float:
     """Return the fall of the loss from the first interval to the last. The fall is 0 if the curve is incomplete, not
     finite or not falling."""
-    return max(0.0, record.losses[0] - record.losses[-1]) if _own_conditions(record) is None else 0.0
+    return max(0.0, record.losses[0] - record.losses[-1]) if _verdict_alone(record) is None else 0.0
 
 
-def _own_conditions(record: Record) -> Gate | None:
+def _verdict_alone(record: Record) -> Gate | None:
+    """Return the verdict on a record that its own values decide; None if they do not."""
     wrong = record.evidence.get("other_parameters")
     if wrong:
         return Gate("failed", "parameters", wrong)
@@ -69,18 +70,18 @@ def _own_conditions(record: Record) -> Gate | None:
             text = f"the loss is not finite in steps {last - record.interval_steps + 1} to {last}"
             return Gate("failed", "not-finite", text)
     expected = max(1, record.job.steps // record.interval_steps)
-    there = sum(loss is not None for loss in record.losses)
-    if record.status != "ok" or there < expected:
-        return Gate("untested", "incomplete", f"{there} of {expected} logged losses")
-    if there < 2:
+    num_losses = sum(loss is not None for loss in record.losses)
+    if record.status != "ok" or num_losses < expected:
+        return Gate("untested", "incomplete", f"{num_losses} of {expected} logged losses")
+    if num_losses < 2:
         return Gate("untested", "too-short", "one logged loss shows no training")
     return None
 
 
 def _judge(record: Record, anchors: list[Record]) -> Gate:
-    own = _own_conditions(record)
-    if own is not None:
-        return own
+    verdict = _verdict_alone(record)
+    if verdict is not None:
+        return verdict
     same = [anchor for anchor in anchors if _is_comparable(record, anchor)]
     if not same:
         return Gate("untested", "no-reference", "no log beside it is the same training wholly on the device")
@@ -101,8 +102,12 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
 def _flaw(anchor: Record) -> str:
     """Return, as text, why a log cannot be the reference: it fails its own conditions or, if it meets them, its loss
     does not fall. Called only if one of these is so."""
-    own, losses = _own_conditions(anchor), anchor.losses
-    return own.text if own else f"its logged losses do not fall: from {losses[0]:.4g} to {losses[-1]:.4g}"
+    verdict, losses = _verdict_alone(anchor), anchor.losses
+    return (
+        verdict.text
+        if verdict
+        else f"its logged losses do not fall: from {losses[0]:.4g} to {losses[-1]:.4g}"
+    )
 
 
 def _name(record: Record) -> str:
@@ -111,13 +116,13 @@ def _name(record: Record) -> str:
 
 def compare(record: Record, other: Record) -> Gate:
     """Judge a record by the largest distance between its curve and the curve of the record `other`."""
-    name, ours, theirs = _name(other), record.losses, other.losses
-    doublings, fall = _doublings(record, other), theirs[0] - theirs[len(ours) - 1]
+    name, losses, expected = _name(other), record.losses, other.losses
+    doublings, fall = _doublings(record, other), expected[0] - expected[len(losses) - 1]
     if fall <= 0:
         return Gate(
             "untested", "no-reference", f"{name} learned nothing in {counted(record.job.steps, 'step')}"
         )
-    distances = [abs(our - their) / fall for our, their in zip(ours, theirs, strict=False)]
+    distances = [abs(loss - other_loss) / fall for loss, other_loss in zip(losses, expected, strict=False)]
     worst = distances.index(max(distances))
     allowed = ALLOWED + ALLOWED_PER_DOUBLING * doublings
     evidence = {
@@ -128,18 +133,18 @@ def compare(record: Record, other: Record) -> Gate:
         "distances": distances,
         "allowed": allowed,
     }
-    here = f"{distances[worst]:.1%} of what {name} learned"
+    share = f"{distances[worst]:.1%} of what {name} learned"
     if distances[worst] <= allowed:
         if doublings > FARTHEST_DOUBLINGS:
-            return Gate("untested", "far-reference", f"within {here}, but that is too far to tell", evidence)
-        text = f"{len(distances)} logged losses within {here} ({allowed:.1%} allowed)"
+            return Gate("untested", "far-reference", f"within {share}, but that is too far to tell", evidence)
+        text = f"{len(distances)} logged losses within {share} ({allowed:.1%} allowed)"
         return Gate("tolerance", "", text, evidence)
-    is_telling = fall >= LEAST_TELLING_FALL * theirs[0]
-    if is_telling and ours[0] - ours[-1] < LEAST_LEARNED * fall:
-        text = f"it learns nothing: its loss goes from {ours[0]:.4g} to {ours[-1]:.4g}, {name} fell by {fall:.3g}"
+    is_telling = fall >= LEAST_TELLING_FALL * expected[0]
+    if is_telling and losses[0] - losses[-1] < LEAST_LEARNED * fall:
+        text = f"it learns nothing: its loss goes from {losses[0]:.4g} to {losses[-1]:.4g}, {name} fell by {fall:.3g}"
         return Gate("failed", "no-learning", text, evidence)
-    at = f"{ours[worst]:.4g} instead of {theirs[worst]:.4g} at step {(worst + 1) * record.interval_steps}"
-    text = f"loss {at}: off by {here} ({allowed:.1%} allowed)"
+    at = f"{losses[worst]:.4g} instead of {expected[worst]:.4g} at step {(worst + 1) * record.interval_steps}"
+    text = f"loss {at}: off by {share} ({allowed:.1%} allowed)"
     if not is_telling:
         return Gate("untested", "weak-reference", f"{text}, which hardly learned itself", evidence)
     return Gate("failed", "loss", text, evidence)
@@ -154,11 +159,8 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
     for twin, verdict in twins:
         # True: the twin was judged by its own values alone, for example by an infinite loss
         of_itself = "reference_layers" not in verdict.evidence
-        if (
-            gate.verdict != "failed"
-            and verdict.verdict == "failed"
-            and (of_itself or _is_at_depth(twin, verdict))
-        ):
+        has_failed = verdict.verdict == "failed" and gate.verdict != "failed"
+        if has_failed and (of_itself or _is_at_depth(twin, verdict)):
             text = f"its twin at {counted(twin.job.workload.num_layers, 'layer')}: {verdict.text}"
             return Gate("failed", verdict.reason, text, gate.evidence)
     for peer, verdict in judged:
@@ -179,9 +181,10 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
 def _is_trusted(peer: Record, gate: Gate, judged: list[tuple[Record, Gate]]) -> bool:
     """True if the peer agrees with the nearest reference, and a twin of the peer agrees with a reference of the twin's
     own depth."""
-    return gate.passed and any(
-        verdict.passed and _is_twin(peer, twin) and _is_at_depth(twin, verdict) for twin, verdict in judged
-    )
+    if not gate.passed:
+        return False
+    twins = [(twin, verdict) for twin, verdict in judged if _is_twin(peer, twin)]
+    return any(verdict.passed and _is_at_depth(twin, verdict) for twin, verdict in twins)
 
 
 def _is_at_depth(record: Record, gate: Gate) -> bool:
@@ -198,10 +201,10 @@ def _is_twin(record: Record, other: Record) -> bool:
 def _is_comparable(record: Record, other: Record) -> bool:
     """True if both records have the same training and intervals, and `other` has at least as many steps. Their depths
     may differ, and so may fields that one of the logs does not tell."""
-    ours, theirs = (dataclasses.asdict(each.job.workload) for each in (record, other))
+    load, other_load = dataclasses.asdict(record.job.workload), dataclasses.asdict(other.job.workload)
     unsaid = {*record.evidence.get("unsaid", ()), *other.evidence.get("unsaid", ()), "num_layers"}
     return (
-        all(ours[name] == theirs[name] for name in ours if name not in unsaid)
+        all(load[name] == other_load[name] for name in load if name not in unsaid)
         and record.interval_steps == other.interval_steps
         and record.job.steps <= other.job.steps
     )

@@ -240,10 +240,13 @@ class RawLog:
     name: dict[str, Any]
     sha256: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
-    starts: set[int] = field(default_factory=set)  # numbers of iteration lines before an argument or `own`
-    own: dict[str, Any] = field(default_factory=dict)  # values of the first line of a log by this project
+    starts: set[int] = field(
+        default_factory=set
+    )  # numbers of iteration lines before an argument or `first_line`
+    # values of the first line of a log by this project
+    first_line: dict[str, Any] = field(default_factory=dict)
     # status, phase, number of steps and reason in the last line of a log by this project
-    own_end: tuple[str, str, int, str] | None = None
+    last_line: tuple[str, str, int, str] | None = None
     parameters: list[int] = field(default_factory=list)
     parameters_billion: list[float] = field(default_factory=list)
     vocab_size: int | None = None
@@ -268,9 +271,9 @@ def read(path: Path) -> RawLog:
     match = NAME.fullmatch(path.name)
     if match is None:
         raise NotALog("its name is not log_METHOD_l-N_hs-N_bs-N_ws-N_DATE.UNIX.txt")
-    words = match.groupdict()
-    name = {key: int(words[key]) for key in ("num_layers", "hidden_size", "batch_size", "window")}
-    log = RawLog({"method": words["method"], **name, "day": words["day"], "unix": int(words["unix"] or 0)})
+    parts = match.groupdict()
+    name = {key: int(parts[key]) for key in ("num_layers", "hidden_size", "batch_size", "window")}
+    log = RawLog({"method": parts["method"], **name, "day": parts["day"], "unix": int(parts["unix"] or 0)})
     digest = hashlib.sha256()
     for line in _lines(path, digest.update):
         _take(log, line)
@@ -280,7 +283,7 @@ def read(path: Path) -> RawLog:
         > MOST_METRICS
     ):
         raise NotALog(f"more than {MOST_METRICS} of its lines are metrics of one kind")
-    if not (log.arguments or log.own or log.parameters or log.intervals or log.ends):
+    if not (log.arguments or log.first_line or log.parameters or log.intervals or log.ends):
         raise NotALog("not one of its lines is a training log's")
     return log
 
@@ -308,13 +311,13 @@ def _take(log: RawLog, line: str) -> None:
         log.memory_mb.update(_fields(match[1]))
     elif match := OWN_HEADER.match(line):
         log.starts.add(len(log.intervals))
-        log.own = {"method": match[1], "steps": int(match[3]), "device": match[4]}
-        log.own |= {
+        log.first_line = {"method": match[1], "steps": int(match[3]), "device": match[4]}
+        log.first_line |= {
             "options": _pairs(r"'(\w+)': ([^,}]+)", match[2]),
             "workload": _pairs(r"\b(\w+)=([^,]+)", match[5]),
         }
     elif match := OWN_END.match(line):
-        log.own_end = (match[1], match[2], int(match[3]), clean(match[4] or "", 1000))
+        log.last_line = (match[1], match[2], int(match[3]), clean(match[4] or "", 1000))
     else:
         _take_number(log, line)
 

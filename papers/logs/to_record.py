@@ -57,14 +57,12 @@ def to_record(log: RawLog, name: str) -> Record:
         log.name["method"],
         workload,
         _options(log),
-        device=log.own.get("device", "cuda"),
+        device=log.first_line.get("device", "cuda"),
         steps=steps,
         warmup=min(interval_steps, steps - 1),
     )
     doubts += _implausible(log, job, intervals, interval_steps)
-    at = {interval.iteration: interval for interval in intervals}
-    grid = [at.get(step) for step in range(interval_steps, max(at, default=0) + 1, interval_steps)]
-    mebibytes = {"device_allocated": "max allocated", "device_reserved": "max reserved"}
+    losses, step_seconds = _by_step(intervals, interval_steps)
     return Record(
         job,
         job.key(origin="imported", log=log.sha256),
@@ -75,14 +73,10 @@ def to_record(log: RawLog, name: str) -> Record:
         clock=job.device,
         interval_steps=interval_steps,
         started=float(log.name["unix"]),
-        losses=[each.loss if each else None for each in grid],  # type: ignore[misc]
-        grad_norms=[each.grad_norm for each in intervals if each.grad_norm is not None],
-        step_seconds=[each.elapsed_ms / 1000 if each and each.elapsed_ms else None for each in grid],  # type: ignore[misc]
-        peaks={
-            key: int(log.memory_mb[word] * 2**20)
-            for key, word in mebibytes.items()
-            if 0 < log.memory_mb.get(word, 0) < LARGEST_MB
-        },
+        losses=losses,  # type: ignore[arg-type]
+        grad_norms=[interval.grad_norm for interval in intervals if interval.grad_norm is not None],
+        step_seconds=step_seconds,  # type: ignore[arg-type]
+        peaks=_peaks(log),
         evidence={
             **evidence,
             **_raw(log, name, intervals),
@@ -91,6 +85,29 @@ def to_record(log: RawLog, name: str) -> Record:
             "doubts": doubts,
         },
     )
+
+
+def _by_step(intervals: list[Interval], interval_steps: int) -> tuple[list[float | None], list[float | None]]:
+    """Return the mean loss and the mean seconds of a step of each interval up to the last one; None if the log lacks
+    the interval or its value."""
+    by_step = {interval.iteration: interval for interval in intervals}
+    losses: list[float | None] = []
+    seconds: list[float | None] = []
+    for step in range(interval_steps, max(by_step, default=0) + 1, interval_steps):
+        interval = by_step.get(step)
+        losses.append(interval.loss if interval else None)
+        seconds.append(interval.elapsed_ms / 1000 if interval and interval.elapsed_ms else None)
+    return losses, seconds
+
+
+def _peaks(log: RawLog) -> dict[str, int]:
+    """Return the peak bytes of the device's memory that the log tells, without garbled ones."""
+    names = {"device_allocated": "max allocated", "device_reserved": "max reserved"}
+    peaks = {}
+    for key, name in names.items():
+        if 0 < log.memory_mb.get(name, 0) < LARGEST_MB:
+            peaks[key] = int(log.memory_mb[name] * 2**20)
+    return peaks
 
 
 def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
@@ -107,7 +124,7 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
         "log_sha256": log.sha256,
         "named_window": log.name["window"],
         "arguments": {word: text for word, text in log.arguments.items() if word != "data_path"},
-        **{name: [getattr(each, field) for each in intervals] for name, field in columns.items()},
+        **{name: [getattr(interval, field) for interval in intervals] for name, field in columns.items()},
         "samples_per_second": getattr(log, f"{kind}_speeds"),
         "samples_per_second_is": SPEEDS[kind],
         "tera_flops": log.tera_flops,
@@ -133,12 +150,12 @@ def _batch_size(log: RawLog, intervals: list[Interval]) -> int:
     least: Megatron's name for the batch of one GPU is micro-batch. Raises NotALog if the steps differ."""
     sizes = sorted({interval.batch_size for interval in intervals if interval.batch_size is not None})
     ramp = log.arguments.get("rampup_batch_size", "None")
-    if len(sizes) > 1 or (not sizes and ramp not in ("None", "[]")):
-        steps = (
-            f"steps of {sizes[0]:g} to {sizes[-1]:g} samples"
-            if sizes
-            else f"a ramp-up of the batch ({ramp:.40})"
-        )
+    steps = ""
+    if len(sizes) > 1:
+        steps = f"steps of {sizes[0]:g} to {sizes[-1]:g} samples"
+    elif not sizes and ramp not in ("None", "[]"):
+        steps = f"a ramp-up of the batch ({ramp:.40})"
+    if steps:
         raise NotALog(f"expected steps of one batch size, got {steps}; try a log from after the ramp-up")
     if sizes and not (sizes[0] >= 1 and sizes[0].is_integer()):
         raise NotALog(f"expected a whole number as its global batch size, got {sizes[0]:g}")
@@ -151,18 +168,19 @@ def _batch_size(log: RawLog, intervals: list[Interval]) -> int:
     stated = (
         _whole(log.arguments.get("global_batch_size")) or log.samples_per_step or replicas * _whole(micro)
     )
-    header = log.own.get("workload", {}).get("batch_size")
+    header = log.first_line.get("workload", {}).get("batch_size")
     return stated or (header if isinstance(header, int) else 0) or int(log.name["batch_size"])
 
 
 def _contradictions(log: RawLog, batch_size: int) -> list[str]:
     """Return a text for each fact (the method or a size) on which the log's name and its lines disagree."""
-    workload = log.own.get("workload", {})
-    stated = {
-        size: next((log.arguments[word] for word in words if word in log.arguments), workload.get(size))
-        for size, words in SIZES.items()
-    }
-    stated |= {"method": log.own.get("method"), "batch_size": batch_size}
+    workload = log.first_line.get("workload", {})
+    stated: dict[str, Any] = {}
+    for size, arguments in SIZES.items():
+        stated[size] = next(
+            (log.arguments[name] for name in arguments if name in log.arguments), workload.get(size)
+        )
+    stated |= {"method": log.first_line.get("method"), "batch_size": batch_size}
     return [
         f"{size} is {log.name[size]} in the name and {text} in the log"
         for size, text in stated.items()
@@ -205,7 +223,7 @@ def _workload(log: RawLog, batch_size: int, doubts: list[str]) -> tuple[Workload
         "hidden_size": log.name["hidden_size"],
         "batch_size": batch_size,
     }
-    stated = {name: value for name, value in log.own.get("workload", {}).items() if name not in sizes}
+    stated = {name: value for name, value in log.first_line.get("workload", {}).items() if name not in sizes}
     stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
     if log.vocab_size:
         stated["vocab_size"] = log.vocab_size
@@ -238,8 +256,8 @@ def _is_like(value: Any, default: Any) -> bool:
 def _options(log: RawLog) -> dict[str, Any]:
     """Return the options that the log tells, the number of GPUs among them if there are several. If it tells none, and
     the method has a window, return the window in the log's name."""
-    if log.own:
-        return dict(log.own["options"])
+    if log.first_line:
+        return dict(log.first_line["options"])
     ranks = {"world_size": _world_size(log)} if _world_size(log) > 1 else {}
     known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
     has_window = "gl_window_size" in log.arguments or (known and "window_size" in known)
@@ -253,27 +271,30 @@ def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
     Lines that do not fit the schedule are dropped. Of repeated lines, the last one counts. Raises NotALog if the
     iterations make no schedule.
     """
-    totals = Counter(each.total for each in log.intervals)
+    totals = Counter(interval.total for interval in log.intervals)
     total = max(
-        totals, key=lambda each: (totals[each], each), default=_whole(log.arguments.get("train_iters"))
+        totals, key=lambda number: (totals[number], number), default=_whole(log.arguments.get("train_iters"))
     )
-    steps = log.own.get("steps") or total or 1
-    found = {
-        each.iteration: each for each in log.intervals if 0 < each.iteration <= steps and each.total == total
+    steps = log.first_line.get("steps") or total or 1
+    intervals = {
+        interval.iteration: interval
+        for interval in log.intervals
+        if 0 < interval.iteration <= steps and interval.total == total
     }
-    asked = min(INTERVAL, steps) if log.own else _whole(log.arguments.get("log_interval"))
-    if not asked or (found and sum(step % asked == 0 for step in found) * 2 <= len(found)):
-        asked = math.gcd(*found) or 1
-    legible = [found[step] for step in sorted(found) if step % asked == 0]
+    interval_steps = min(INTERVAL, steps) if log.first_line else _whole(log.arguments.get("log_interval"))
+    num_fitting = sum(step % interval_steps == 0 for step in intervals) if interval_steps else 0
+    if not interval_steps or (intervals and num_fitting * 2 <= len(intervals)):
+        interval_steps = math.gcd(*intervals) or 1
+    legible = [intervals[step] for step in sorted(intervals) if step % interval_steps == 0]
     last = legible[-1].iteration if legible else 0
-    if last // asked > 100 * len(legible):
+    if last // interval_steps > 100 * len(legible):
         raise NotALog("the iterations that it numbers make no schedule")
-    if last <= (log.exit_iteration or -1) < last + asked:  # an argument told the run to exit early
+    if last <= (log.exit_iteration or -1) < last + interval_steps:  # an argument told the run to exit early
         steps = min(steps, max(1, log.exit_iteration or 1))
     doubts = []
     if num_left_out := len(log.intervals) - len(legible):
         doubts.append(f"{counted(num_left_out, 'iteration line')} left out: repeated, or of no schedule")
-    return legible, asked, max(1, steps), doubts
+    return legible, interval_steps, max(1, steps), doubts
 
 
 def _whole(text: str | None) -> int:
@@ -282,21 +303,24 @@ def _whole(text: str | None) -> int:
 
 def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, dict[str, Any]]:
     """Return the status, phase, reason and evidence of the run's end."""
-    if log.own and log.own_end:
-        status, phase, done, reason = log.own_end
+    if log.first_line and log.last_line:
+        status, phase, done, reason = log.last_line
         if status in STATUSES and (status != "ok" or done == steps):
             return status, phase, reason, {}
     last = intervals[-1].iteration if intervals else 0
-    told = sorted(log.ends.items())
-    evidence: dict[str, Any] = {"ends": [text for _, text in told]} if told else {}
+    ends = sorted(log.ends.items())
+    evidence: dict[str, Any] = {"ends": [text for _, text in ends]} if ends else {}
     if last and (last == steps or (log.exit_iteration or 0) >= steps):
         return "ok", "done", "", evidence
-    phase = f"step {last + 1}" if last else "" if log.num_unread_steps else "start"
-    start = "in steps that could not be read" if log.num_unread_steps else "before its first logged iteration"
-    where = f"after iteration {last} of {steps}" if last else start
-    if not told:
+    if last:
+        phase, where = f"step {last + 1}", f"after iteration {last} of {steps}"
+    elif log.num_unread_steps:
+        phase, where = "", "in steps that could not be read"
+    else:
+        phase, where = "start", "before its first logged iteration"
+    if not ends:
         return "interrupted", phase, f"the log ends {where} without a reason", evidence
-    place, text = told[0]
+    place, text = ends[0]
     status, _, meaning = ENDS[place]
     if not meaning:
         return status, phase, f"{where}: {text}", evidence
@@ -316,9 +340,9 @@ def _parameters(log: RawLog, workload: Workload, doubts: list[str]) -> dict[str,
     is_near = any(abs(count - workload.num_params / 1e9) < 6e-4 for count in billions)
     if workload.num_params in log.parameters or (not log.parameters and (is_near or not billions)):
         return stated
-    told = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
+    count_text = f"{log.parameters[0]}" if log.parameters else f"{billions[0]} B"
     sizes = f"{counted(workload.num_layers, 'layer')} of {workload.hidden_size} have {workload.num_params}"
-    return {**stated, "other_parameters": f"the log counts {told} parameters, {sizes}"}
+    return {**stated, "other_parameters": f"the log counts {count_text} parameters, {sizes}"}
 
 
 def _implausible(log: RawLog, job: Job, intervals: list[Interval], interval_steps: int) -> list[str]:
