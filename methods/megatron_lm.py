@@ -95,11 +95,9 @@ class MegatronLM(ReleasedMethod):
             message = f"expected a divisor of --ranks {ranks}, got {shared}{_try_ranks(shared)}"
             raise ValueError(f"tensor_parallel: {message}")
         if stages < 1 or ranks // shared % stages:
-            among = (
-                f"--ranks {ranks}"
-                if shared == 1
-                else f"{ranks // shared} (--ranks divided by tensor_parallel)"
-            )
+            among = f"--ranks {ranks}"
+            if shared > 1:
+                among = f"{ranks // shared} (--ranks divided by tensor_parallel)"
             message = f"expected a divisor of {among}, got {stages}"
             raise ValueError(f"pipeline_parallel: {message}{_try_ranks(shared * stages)}")
         if workload.num_layers % stages:
@@ -233,13 +231,11 @@ class MegatronLM(ReleasedMethod):
             with cuda_questions_answered(device):
                 model, optimizer = _build(self, workload, device)
             is_scaled = workload.dtype == "fp16"
-            for step, (inputs, targets) in enumerate(batches, start=1):
+            for step, batch in enumerate(batches, start=1):
                 with cuda_questions_answered(device):
                     model.zero_grad_buffer()
                     optimizer.zero_grad()
-                    mine = (
-                        tokens.chunk(num_pipelines)[pipeline].chunk(num_parts) for tokens in (inputs, targets)
-                    )
+                    mine = (tokens.chunk(num_pipelines)[pipeline].chunk(num_parts) for tokens in batch)
                     scale = float(optimizer.get_loss_scale())
                     losses = forward_and_backward(model, list(zip(*mine, strict=True)))
                     for settings in optimizer.param_groups:
@@ -264,6 +260,15 @@ def _try_ranks(divisor: int) -> str:
     return f"; try --ranks {divisor}" if divisor > 0 else ""
 
 
+# Kernels that are not used: they need Apex or Transformer Engine, or compute another GELU than the harness's model.
+FUSED = (
+    "apply_rope_fusion",
+    "masked_softmax_fusion",
+    "gradient_accumulation_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "persist_layer_norm",
+)
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -346,16 +351,10 @@ def _transformer_config(method: MegatronLM, workload: Workload, device: str):
         add_bias_linear=is_gpt,
         gated_linear_unit=not is_gpt,
         activation_func=F.gelu if is_gpt else F.silu,
-        apply_rope_fusion=False,
         use_cpu_initialization=True,
         perform_initialization=False,
         **precision,
-        # Fused kernels that need Apex or Transformer Engine, or compute another GELU than the harness's model.
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        persist_layer_norm=False,
+        **dict.fromkeys(FUSED, False),
         tensor_model_parallel_size=method.tensor_parallel,
         sequence_parallel=method.sequence_parallel,
         pipeline_model_parallel_size=method.pipeline_parallel,

@@ -138,7 +138,9 @@ def for_deepspeed(config: UserConfig, workload: Workload, num_ranks: int) -> Use
     """Return the configuration of DeepSpeed that accelerate would make of this file: that of its plugin, or the file
     that it names. Raises ValueError as checked() does, or if the file is for another method."""
     config = _for_method(config, "DEEPSPEED")
-    plugin = checked(config, TABLE | DEEPSPEED, _given(workload, num_ranks)).get("deepspeed_config", {})
+    plugin = checked(config, TABLE | DEEPSPEED, _known_values(workload, num_ranks)).get(
+        "deepspeed_config", {}
+    )
     if file := plugin.pop("deepspeed_config_file", None):
         if plugin:
             message = f"expected no other entries beside deepspeed_config_file, got {', '.join(plugin)}"
@@ -163,7 +165,7 @@ def for_fsdp(text: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
     if isinstance(entries, dict):
         named = {f"fsdp_{str(name).removeprefix('fsdp_')}": value for name, value in entries.items()}
         config.data["fsdp_config"] = FSDP_DEFAULTS | named
-    kept = checked(config, TABLE | FSDP, _given(workload, num_ranks)).get("fsdp_config", {})
+    kept = checked(config, TABLE | FSDP, _known_values(workload, num_ranks)).get("fsdp_config", {})
     # accelerate's mixed precision sums gradients in the dtype of the weights.
     summed = "fp32" if workload.dtype == "fp32" else "weights"
     return {"reshard_after_forward": kept.get("fsdp_reshard_after_forward", True), "reduce_dtype": summed}
@@ -183,7 +185,7 @@ def _for_method(config: UserConfig, kind: str) -> UserConfig:
     return config._replace(data=data)
 
 
-def _given(workload: Workload, num_ranks: int) -> dict[str, KnownValue]:
+def _known_values(workload: Workload, num_ranks: int) -> dict[str, KnownValue]:
     dtypes = {word: dtype for dtype, word in PRECISIONS.items()}
     dtype = f"--dtype {workload.dtype}"
     ways = " or ".join(PRECISIONS.values())

@@ -319,10 +319,57 @@ def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
 
 
 def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, settings: EngineSettings) -> Any:
+    """Return DeepSpeed's engine of the workload's model, with the harness's starting values."""
     import torch
     from deepspeed.utils import safe_set_full_fp32_param
 
-    from harness.models.gpt import DTYPES, GPT, adamw_groups, initials
+    from harness.models.gpt import DTYPES, adamw_groups, initials
+
+    dtype, is_partitioned = DTYPES[workload.dtype], config["zero_optimization"]["stage"] == 3
+    model = _model(deepspeed, workload, config, device, settings)
+    named = list(model.named_parameters())
+
+    def drawn() -> Iterator[tuple[Any, Any]]:
+        """Yield each parameter once, with its starting value."""
+        for name, parameter in named:
+            assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
+        starts = initials(((name, _shape_of(parameter)) for name, parameter in named), workload)
+        return zip((parameter for _, parameter in named), starts, strict=True)
+
+    def start(parameter: Any, value: Any) -> None:
+        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned):
+            parameter.data.copy_(value)
+
+    if workload.dtype == "fp32":
+        for parameter, value in drawn():
+            start(parameter, value)
+    groups, optimizer = adamw_groups(model.parameters(), _shape_of), None
+    if settings.adam == "fused":
+        optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=groups, config=config
+    )
+    if workload.dtype != "fp32":
+        # DeepSpeed has made the fp32 main weights only now, of weights rounded to the dtype: set both to the starts.
+        kept = kept_by(engine.optimizer)
+        for parameter, value in drawn():
+            start(parameter, value)
+            safe_set_full_fp32_param(parameter, value)
+            if id(parameter) in kept:
+                kept[id(parameter)].weight.copy_(value)
+    return engine
+
+
+def _shape_of(parameter: Any) -> Any:
+    """Return a parameter's shape, even if stage 3 has partitioned it and left an empty tensor."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _model(deepspeed: Any, workload: Workload, config: dict, device: str, settings: EngineSettings) -> Any:
+    """Return the workload's model without values: partitioned over the ranks in stage 3, on the device else."""
+    import torch
+
+    from harness.models.gpt import GPT
     from harness.models.hub_model import HubModel
     from harness.models.model import whole
 
@@ -333,58 +380,19 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, setti
                 x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
             return self.ends.loss(x, targets, scale)
 
-    cls, dtype = (ReentrantGPT if settings.reentrant else GPT), DTYPES[workload.dtype]
-    is_partitioned = config["zero_optimization"]["stage"] == 3
-    if workload.config is not None and is_partitioned:
-        # zero.Init cannot make this model, but can partition it
-        model = whole(workload).to_empty(device="cpu")
-        assert isinstance(model, HubModel)
-        model.recompute(reentrant=settings.reentrant)
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # the dtype is the configuration's
-    elif is_partitioned:
+    if config["zero_optimization"]["stage"] != 3:
+        return whole(workload).to_empty(device=device)
+    if workload.config is None:
         # The configuration gives the dtype; Init's argument `dtype` is not used, because it turns fp32 into bf16 on a
         # CPU.
         with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
-            model = cls(workload)
-    else:
-        model = whole(workload).to_empty(device=device)
-    named = list(model.named_parameters())
-
-    def shape_of(parameter: Any) -> Any:
-        """Return a parameter's shape, even if stage 3 has partitioned it and left an empty tensor."""
-        return getattr(parameter, "ds_shape", parameter.shape)
-
-    def drawn() -> Iterator[tuple[Any, Any]]:
-        """Yield each parameter once, with its starting value."""
-        for name, parameter in named:
-            assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
-        starts = initials(((name, shape_of(parameter)) for name, parameter in named), workload)
-        return zip((parameter for _, parameter in named), starts, strict=True)
-
-    def start(parameter: Any, value: Any) -> None:
-        with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned):
-            parameter.data.copy_(value)
-
-    if workload.dtype == "fp32":
-        for parameter, value in drawn():
-            start(parameter, value)
-    groups = adamw_groups(model.parameters(), shape_of)
-    optimizer = None
-    if settings.adam == "fused":
-        optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, model_parameters=groups, config=config
-    )
-    if workload.dtype != "fp32":
-        # DeepSpeed has made the fp32 main weights only now, from weights rounded to the dtype. Set them to the starting
-        # values.
-        kept = kept_by(engine.optimizer)
-        for parameter, value in drawn():
-            start(parameter, value)
-            safe_set_full_fp32_param(parameter, value)
-            if id(parameter) in kept:
-                kept[id(parameter)].weight.copy_(value)
-    return engine
+            return (ReentrantGPT if settings.reentrant else GPT)(workload)
+    # zero.Init cannot make this model, but can partition it
+    model = whole(workload).to_empty(device="cpu")
+    assert isinstance(model, HubModel)
+    model.recompute(reentrant=settings.reentrant)
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)  # the dtype is the configuration's
+    return model
 
 
 @contextmanager

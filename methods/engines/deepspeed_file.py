@@ -273,7 +273,7 @@ class DeepSpeedFile:
         config = read(text)
         if is_accelerates := accelerate_file.is_accelerates(config.data):
             config = accelerate_file.for_deepspeed(config, workload, num_ranks)
-        entries = checked(config, TABLE, _given(workload, num_ranks, accumulation))
+        entries = checked(config, TABLE, _known_values(workload, num_ranks, accumulation))
         _check_schedule(config)
         for dtype in ("bf16", "fp16"):
             if dtype != workload.dtype:  # switched off, so nothing in it is read
@@ -339,13 +339,18 @@ class DeepSpeedFile:
         return replace(plan, device=device)
 
 
-def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, KnownValue]:
+def _auto(got: Any) -> str:
+    return '"auto"'
+
+
+def _known_values(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, KnownValue]:
     """Return what the workload gives, by the entry's path."""
     counted = workload.micro_batches if accumulation in COUNTED else 1
-    parts = f"{workload.micro_batches} micro-batches" if counted > 1 else ""
-    sizes = ", ".join(
-        filter(None, (f"-b {workload.batch_size}", f"{num_ranks} ranks" if num_ranks > 1 else "", parts))
-    )
+    sizes = f"-b {workload.batch_size}"
+    if num_ranks > 1:
+        sizes += f", {num_ranks} ranks"
+    if counted > 1:
+        sizes += f", {workload.micro_batches} micro-batches"
     steps_by = "--micro-batches" if accumulation in COUNTED else f"accumulation={accumulation}"
     known_values = {
         "gradient_accumulation_steps": KnownValue(
@@ -368,17 +373,14 @@ def _given(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, K
     }
     if workload.dtype == "fp16":
         window = workload.loss_scale_window or LOSS_SCALE_WINDOW
-        known_values["fp16.loss_scale_window"] = KnownValue(
-            window, "the reference's loss scale", lambda got: '"auto"'
-        )
+        known_values["fp16.loss_scale_window"] = KnownValue(window, "the reference's loss scale", _auto)
     for dtype in ("bf16", "fp16"):
         known_values[f"{dtype}.enabled"] = KnownValue(
             workload.dtype == dtype, f"--dtype {workload.dtype}", partial(_dtype_call, dtype)
         )
     for name, value in (("betas", list(BETAS)), ("eps", EPSILON), ("weight_decay", WEIGHT_DECAY)):
-        known_values[f"optimizer.params.{name}"] = KnownValue(
-            value, "the reference's AdamW", lambda got: '"auto"'
-        )
+        known = KnownValue(value, "the reference's AdamW", _auto)
+        known_values[f"optimizer.params.{name}"] = known
     return known_values
 
 

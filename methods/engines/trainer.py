@@ -30,6 +30,37 @@ transformers: Any = sys.modules.get("transformers") or library()  # a release ha
 Trainer: Any = transformers.Trainer
 
 
+def _training_arguments(
+    workload: Workload, device: str, folder: str, deepspeed: dict[str, Any] | None
+) -> Any:
+    """Return Trainer's arguments: the reference's AdamW, and nothing logged, saved or reported."""
+    return arguments_of(
+        transformers.TrainingArguments,
+        output_dir=folder,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+        logging_nan_inf_filter=False,  # nothing is logged; the filter would wait for the device
+        use_cpu=device != "cuda",
+        max_steps=MOST,  # the loop ends with the batches, whose number it need not know
+        per_device_train_batch_size=workload.batch_size // workload.micro_batches,
+        gradient_accumulation_steps=workload.micro_batches,
+        optim="adamw_torch_fused",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPSILON,
+        weight_decay=WEIGHT_DECAY,
+        learning_rate=workload.learning_rate,
+        max_grad_norm=workload.clip_norm,
+        bf16=workload.dtype == "bf16",
+        activation_checkpointing=workload.config is not None,  # the GPT has checkpoints of its own
+        activation_checkpointing_kwargs={"use_reentrant": False},
+        deepspeed=deepspeed,
+    )
+
+
 class BatchTrainer(Trainer):
     """A Trainer that asks for one batch at a time, and gives the step of the batch before. `folder`: the folder that
     Trainer makes for checkpoints; none is written. `deepspeed`: the configuration of DeepSpeed, if it is to train."""
@@ -46,31 +77,7 @@ class BatchTrainer(Trainer):
     ) -> None:
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             del os.environ[name]  # accelerate would take another precision, device or engine than the job's
-        arguments: Any = arguments_of(
-            transformers.TrainingArguments,
-            output_dir=folder,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            log_level="error",
-            logging_nan_inf_filter=False,  # nothing is logged; the filter would wait for the device
-            use_cpu=device != "cuda",
-            max_steps=MOST,  # the loop ends with the batches, whose number it need not know
-            per_device_train_batch_size=workload.batch_size // workload.micro_batches,
-            gradient_accumulation_steps=workload.micro_batches,
-            optim="adamw_torch_fused",
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            adam_epsilon=EPSILON,
-            weight_decay=WEIGHT_DECAY,
-            learning_rate=workload.learning_rate,
-            max_grad_norm=workload.clip_norm,
-            bf16=workload.dtype == "bf16",
-            activation_checkpointing=workload.config is not None,  # the GPT has checkpoints of its own
-            activation_checkpointing_kwargs={"use_reentrant": False},
-            deepspeed=deepspeed,
-        )
+        arguments = _training_arguments(workload, device, folder, deepspeed)
         # on several GPUs Trainer would split a batch over all of them
         arguments._n_gpu = min(1, arguments.n_gpu)
         if device == "sim":
