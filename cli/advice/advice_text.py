@@ -189,6 +189,9 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     if off := off_text(row):
         measured.append(f"off by {off}")
     shown = row["fits"] and row["step_seconds"]
+    binds = row["binds"] if shown else ""
+    if not row["fits"]:
+        binds = "memory"
     return {
         "method": name_text(row),
         "batch": settings_text(row),
@@ -198,7 +201,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "hours": _digits(row["hours"]) if shown and row["hours"] else "-",
         "MFU": f"{row['mfu']:.0%}" if shown and row["mfu"] else "-",
         "deepest": f"-l {row['largest_layers']}",
-        "binds": (row["binds"] or "-") if shown else "memory" if not row["fits"] else "-",
+        "binds": binds or "-",
         "measured here": "; ".join(measured) or "no run",
     }
 

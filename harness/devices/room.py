@@ -97,8 +97,10 @@ def less_imports(whole: Room, budget: Budget, device: str, num_devices: int = 1)
     and on sim, whose host budget counts tensors alone."""
     if not imports_text(budget, device) or whole.host_bytes is None:
         return whole
-    times = 1 if num_devices == 1 else 2 if device == "cpu" else 1 + num_devices
-    left = whole.host_bytes - baseline_bytes(device) * times
+    num_imports = 1
+    if num_devices > 1:
+        num_imports = 2 if device == "cpu" else 1 + num_devices
+    left = whole.host_bytes - baseline_bytes(device) * num_imports
     heap = left // HEAP_PARTS if device == "cpu" else 0
     return dataclasses.replace(whole, host_bytes=max(1, left - heap))
 

@@ -246,9 +246,8 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
     memory, evidence = above[0].memory, above[0].evidence
     wanted, in_use, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
     if in_use and limit:
-        return f"{memory}: {gib(in_use)} of {gib(limit)} in use" + (
-            f", {gib(wanted)} more asked for" if wanted else ""
-        )
+        more = f", {gib(wanted)} more asked for" if wanted else ""
+        return f"{memory}: {gib(in_use)} of {gib(limit)} in use{more}"
     limits = dataclasses.replace(probes.room, device_bytes=device_limit_bytes(probes.job))
     peak, have = measured(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
     return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory

@@ -291,9 +291,8 @@ def of_records(records: Sequence[Record]) -> Advice | None:
     trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]
     if not trained:
         return None
-    (workload, budget), _ = Counter(
-        (record.job.workload, record.job.budget) for record in trained
-    ).most_common(1)[0]
+    pairs = Counter((record.job.workload, record.job.budget) for record in trained)
+    (workload, budget), _ = pairs.most_common(1)[0]
     if is_here(trained[-1]):
         place = this_place(budget)
     elif name := entry_of(trained[-1]):
@@ -319,8 +318,10 @@ def settings_text(row: dict[str, Any]) -> str:
 
 
 def fits_text(row: dict[str, Any]) -> str:
+    if row["missing"]:
+        return "not here"
     lacks = ", ".join(f"{gib(size)} of {memory}" for memory, size in row["lacks_bytes"].items())
-    return "not here" if row["missing"] else "yes" if row["fits"] else f"lacks {lacks}"
+    return "yes" if row["fits"] else f"lacks {lacks}"
 
 
 def off_text(row: dict[str, Any]) -> str:

@@ -62,13 +62,23 @@ def best(
     if now.step is None:
         tries = [_in_parts(attempt, replace(workload, batch_size=size), searched) for size in WITHOUT_RATES]
         return next((attempted for attempted in tries if not attempted.lacks), tries[-1])
-    fitting = [now]
-    while (
-        not now.lacks
-        and now.of_bound < NEAR
-        and 2 * now.workload.batch_size * workload.seq_len <= MOST_TOKENS
-    ):
+    fitting = _doubled(attempt, workload, now, searched)
+    if fitting[-1].of_bound >= NEAR:  # this batch is the first at which arithmetic limits the speed
+        return fitting[-1]
+    most = max(map(_speed, fitting))
+    return next(tried for tried in fitting if _speed(tried) >= NEAR * most)
+
+
+def _doubled(
+    attempt: Callable[[Workload], Try], workload: Workload, first: Try, searched: frozenset[str]
+) -> list[Try]:
+    """Return the first try, and those at its doubled batches that fit, each faster than the one before. The last try
+    may have 1.5 times the batch of the one before."""
+    fitting, now = [first], first
+    while not now.lacks and now.of_bound < NEAR:
         size, parts = 2 * now.workload.batch_size, now.workload.micro_batches
+        if size * workload.seq_len > MOST_TOKENS:
+            break
         now = _in_parts(attempt, replace(workload, batch_size=size, micro_batches=parts), searched)
         # this batch does not fit, so try three quarters of it, which is 1.5 times the last batch that fit
         if now.lacks and size > 2:
@@ -78,10 +88,7 @@ def best(
         if now.lacks or _speed(now) < _speed(fitting[-1]):
             break
         fitting.append(now)
-    if fitting[-1].of_bound >= NEAR:  # this batch is the first at which arithmetic limits the speed
-        return fitting[-1]
-    most = max(map(_speed, fitting))
-    return next(attempted for attempted in fitting if _speed(attempted) >= NEAR * most)
+    return fitting
 
 
 def _speed(tried: Try) -> float:
@@ -92,16 +99,17 @@ def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: 
     """Return the Try with the best number of micro-batches. The number is doubled as long as each doubling lets the
     plan lack less memory or run faster."""
     now = attempt(workload)
-    while (
-        "micro_batches" in searched
-        and (now.lacks or now.of_bound < NEAR)
-        and not workload.dropout
-        and workload.batch_size % (2 * now.workload.micro_batches) == 0
-    ):
-        more = attempt(replace(workload, micro_batches=2 * now.workload.micro_batches))
-        is_better = (
-            _speed(more) > MORE * _speed(now) if not (more.lacks or now.lacks) else _lacks(more) < _lacks(now)
-        )
+    if "micro_batches" not in searched or workload.dropout:
+        return now
+    while now.lacks or now.of_bound < NEAR:
+        parts = 2 * now.workload.micro_batches
+        if workload.batch_size % parts:
+            break
+        more = attempt(replace(workload, micro_batches=parts))
+        if more.lacks or now.lacks:
+            is_better = _lacks(more) < _lacks(now)
+        else:
+            is_better = _speed(more) > MORE * _speed(now)
         if not is_better:
             break
         now = more
