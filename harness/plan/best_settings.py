@@ -106,14 +106,17 @@ def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: 
         if workload.batch_size % parts:
             break
         more = attempt(replace(workload, micro_batches=parts))
-        if more.lacks or now.lacks:
-            is_better = _lacks(more) < _lacks(now)
-        else:
-            is_better = _speed(more) > MORE * _speed(now)
-        if not is_better:
+        if not _is_better(more, now):
             break
         now = more
     return now
+
+
+def _is_better(more: Try, now: Try) -> bool:
+    """True if the try `more` lacks less memory or, if both fit, is more than MORE times as fast."""
+    if more.lacks or now.lacks:
+        return _lacks(more) < _lacks(now)
+    return _speed(more) > MORE * _speed(now)
 
 
 def _lacks(tried: Try) -> int:
