@@ -64,7 +64,7 @@ class Scaling(Case):
             if repeats := points.repeats(job, records_by_ranks):
                 row = replace(row_of(self.metric, repeats), series=series, x=float(num_ranks))
                 rows.append(row)
-                if forecast := accuracy.of_record(repeats[-1]):
+                if forecast := accuracy.forecast_of_record(repeats[-1]):
                     speed = repeats[-1].samples_per_step / forecast.seconds
                     rows.append(
                         replace(

@@ -102,7 +102,7 @@ def plan(exact: bool, extent: Extent | None, as_json: bool, **values: Any) -> No
         dataclasses.replace(job, device="cpu") if job.device == "sim" and _num_devices(job) > 1 else job
         for job in jobs
     ]
-    rows = [plan_table.row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
+    rows = [plan_table.plan_row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
     published = []
     if machine_name == named_machines.PUBLISHED and published_laws.is_published(jobs[0].workload):
         published = plan_table.published_rows(_published_room(machine_name, limits))
@@ -117,7 +117,7 @@ def plan(exact: bool, extent: Extent | None, as_json: bool, **values: Any) -> No
         several = max(job.options.get("num_devices", 1) for job in jobs)
         fills = room if is_elsewhere else less_imports(room, jobs[0].budget, jobs[0].device, several)
         print(memories_text(machine_name, limits, fills, jobs[0].device))
-    plan_table.show(rows, exact)
+    plan_table.show_plans(rows, exact)
     if published:
         plan_table.show_published(published)
 
@@ -166,7 +166,7 @@ def largest(
     Every probe is a run with a record. So the same call continues an interrupted search, or shows the table of a
     finished one.
     """
-    from harness.jobs.largest_size import FEWEST_STEPS, Probes, find, texts
+    from harness.jobs.largest_size import FEWEST_STEPS, Probes, find_largest, row_texts
 
     if values["steps"] < FEWEST_STEPS:
         raise ValueError(f"--steps: expected at least {FEWEST_STEPS} in a search, got {values['steps']}")
@@ -175,7 +175,7 @@ def largest(
     grows = size_axis.OPTIONS[of]
     is_limited = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
     limit = max(values[grows]) if is_limited else None
-    parts = size_axis.parts_of(values["micro_batches"], values["world_size"] or 1)
+    parts = size_axis.num_parts(values["micro_batches"], values["world_size"] or 1)
     least = {"num_layers": 1, "batch_size": parts, "seq_len": max(values["seq_len"])}[grows]
     folders, folder = method_folders(values), values["results"]
     jobs = make_jobs({**values, grows: [least]}, folders)
@@ -185,13 +185,13 @@ def largest(
         runs = Sweep(folder, folders, report, values["rerun"], probe=extent)
         probes = [Probes(runs, job, of) for job in jobs]
         check_writable(folder)
-        answers = [find(probe, repeats, probe.most(limit)) for probe in probes]
+        answers = [find_largest(probe, repeats, probe.most(limit)) for probe in probes]
     records = [answer.pop("record") for answer in answers]
     if as_json:
         for answer in answers:
             print(json.dumps({"event": "answer", **answer}))
     else:
-        rows = [texts(answer) for answer in answers]
+        rows = [row_texts(answer) for answer in answers]
         print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
     sys.exit(exit_codes.of_records([record for record in records if record], is_sweep=True))
 

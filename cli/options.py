@@ -22,7 +22,7 @@ from harness.core.option import options_of
 from harness.devices import named_machines
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 from harness.models import named_models
-from harness.plan.sized_model import amount, sized
+from harness.plan.sized_model import amount, gpt_of_size
 
 MODEL = "harness.model"  # key under which click's context.meta holds the value of --model
 WITHOUT_OPTION = ("model", "config")  # fields of a Workload that only --model sets
@@ -282,7 +282,7 @@ def _take_number(context: click.Context, param: click.Parameter, num_params: flo
 
 def _of_number(num_params: float) -> dict[str, Any]:
     """Return the fields of a Workload for a GPT with about this number of parameters."""
-    shape = sized(num_params)
+    shape = gpt_of_size(num_params)
     return {name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_heads")}
 
 

@@ -170,7 +170,7 @@ def _run(plans: Sequence[Planned], sweep: Sweep, as_json: bool) -> list[Record]:
             flush=True,
         )
     else:
-        time = f", about {run_time.text(seconds)}" if missing else ""
+        time = f", about {run_time.duration_text(seconds)}" if missing else ""
         print(f"{len(plans)} cells, {len(missing)} to run{time}", flush=True)
     records = iter(sweep.run([planned for planned, key in zip(plans, keys, strict=True) if key not in ended]))
     return [ended[key] if key in ended else next(records) for key in keys]

@@ -15,7 +15,7 @@ from harness.devices import named_machines
 from harness.jobs.command import command, usual_device
 from harness.jobs.next_calls import minutes
 from harness.plan.advise import Decision, Remedy, is_usable, name_text, off_text, settings_text
-from harness.plan.run_time import text
+from harness.plan.run_time import duration_text
 from harness.plan.training_place import TrainingPlace
 
 NUMBERS = ("s a step", "tokens/s", "hours", "MFU", "deepest")
@@ -58,7 +58,7 @@ def sentence(place: TrainingPlace, room: Room, decision: Decision, model: str | 
     return f"nothing trains {what} on {where} in {load.dtype}{hint}"
 
 
-def next_calls(place: TrainingPlace, decision: Decision) -> dict[str, str]:
+def calls_of_decision(place: TrainingPlace, decision: Decision) -> dict[str, str]:
     """Return the next calls, by the place where each is to be run: here, or on the machine that was asked about."""
     row = decision.chosen
     if row is None:
@@ -86,7 +86,7 @@ def cost(place: TrainingPlace, decision: Decision, folders: tuple[Path, ...]) ->
     if place.name is None:
         return minutes(job, folders)
     seconds = job.steps * decision.chosen["step_seconds"]
-    return f"{counted(job.steps, 'step')} in about {text(seconds)}; its reference and its probe come on top"
+    return f"{counted(job.steps, 'step')} in about {duration_text(seconds)}; its reference and its probe come on top"
 
 
 def _plan(place: TrainingPlace, call: str) -> str:
@@ -144,7 +144,7 @@ def remedy_text(remedy: Remedy) -> str:
     return f"{remedy.change}: {speed} tokens/s by {remedy.method}, {remedy.settings}{times}"
 
 
-def show(decided: dict[str, Any]) -> None:
+def show_decision(decided: dict[str, Any]) -> None:
     """Print the decision, the next calls, the reasons, and the changes that would change the decision."""
     print(decided["decision"])
     for where, call in decided["next"].items():

@@ -12,7 +12,15 @@ import click
 from click.core import ParameterSource
 
 from cli import options
-from cli.advice.advice_text import cost, next_calls, reasons, remedy_text, sentence, show, show_rows
+from cli.advice.advice_text import (
+    calls_of_decision,
+    cost,
+    reasons,
+    remedy_text,
+    sentence,
+    show_decision,
+    show_rows,
+)
 from cli.job_options import parse_option, size_options, workload_options, workloads
 from cli.options import Amount
 from harness.core import method
@@ -81,7 +89,7 @@ def advise(
     remedies = [] if decision.is_unknown else list(question.remedies(decision))
     decided = {
         "decision": sentence(place, room, decision, context.meta.get(options.MODEL), tokens or 1e9),
-        "next": next_calls(place, decision),
+        "next": calls_of_decision(place, decision),
         "cost": cost(place, decision, folders),
         "why": reasons(place, decision, folders),
         "changes": [remedy._asdict() | {"text": remedy_text(remedy)} for remedy in remedies],
@@ -93,7 +101,7 @@ def advise(
         for row in decision.rows:
             print(json.dumps(row))
         return
-    show(decided)
+    show_decision(decided)
     show_rows(decision, tokens)
     if place.name is None:
         others = ", ".join(map(_named, named_machines.names()))

@@ -16,7 +16,7 @@ from harness.core import method
 from harness.core.job import MEMORIES, STATE_KINDS, Job, Room, gib
 from harness.devices import machine
 from harness.devices.room import room_of
-from harness.plan.fit import largest, resolve
+from harness.plan.fit import most_layers, resolve
 from harness.plan.step import least_seconds
 from papers import laws as published_laws
 
@@ -29,7 +29,7 @@ SIZES = {
 }
 
 
-def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
+def plan_row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
     """Return the row of a job. If the job has no plan, the row has an `error`, and no numbers. `page_locks`: True: plan
     as on a machine with a GPU, even if this machine has none."""
     workload = job.workload
@@ -48,7 +48,7 @@ def row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = Fal
     trained = method.create(job.method, job.options, folders)
     devices = job.world_size if job.device == "cuda" else 1  # on a CPU, all ranks share the one device
     part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
-    depth = largest(job, room, folders)
+    depth = most_layers(job, room, folders)
     row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
     row |= {name: getattr(plan, name) for memory in MEMORIES for name in (memory, f"{memory}_bytes")}
     row |= {"least_step_seconds": least_seconds(part, plan, room.rates), "time_binds": plan.binds}
@@ -104,7 +104,7 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]], exact: bool) -> None:
+def show_plans(rows: list[dict[str, Any]], exact: bool) -> None:
     """Print the bytes that each method needs in each memory, whether it fits, its largest depth, and a line for each
     row that does not fit or has no plan."""
     planned = [row for row in rows if "error" not in row]

@@ -129,7 +129,7 @@ def software() -> dict[str, Any]:
     return {"python": platform.python_version(), **versions, "commit": _commit()}
 
 
-def checked() -> dict[str, str]:
+def compared_facts() -> dict[str, str]:
     """Return the facts that must be equal for two measurements to be comparable. A job's key contains these facts."""
     names = ("cpu", "cores", "gpu")
     compared = {

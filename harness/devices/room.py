@@ -217,7 +217,7 @@ def baseline_bytes(device: str) -> int:
     """Return the bytes of anonymous memory of a process that has a worker's imports but does not train. If they cannot
     be measured, return 0 or, on CUDA, CUDA_BASELINE_BYTES. The number is measured once for each device, machine and set
     of packages and kept in BASELINES, because making a GPU's context takes seconds."""
-    about, kept = json.dumps([device, machine.checked()]), dict[str, int]()
+    about, kept = json.dumps([device, machine.compared_facts()]), dict[str, int]()
     with contextlib.suppress(OSError, ValueError, TypeError):
         kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
     if about not in kept:

@@ -23,7 +23,7 @@ def tf32_settings() -> list[str]:
     return settings
 
 
-def check(device: str, dtype: str) -> None:
+def refuse_tf32(device: str, dtype: str) -> None:
     """Raise ValueError if the run is in fp32 on a GPU, but this process computes in TF32."""
     if (device, dtype) == ("cuda", "fp32") and (settings := tf32_settings()):
         raise ValueError(

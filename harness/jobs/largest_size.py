@@ -19,7 +19,7 @@ from harness.core.job import MOST_LAYERS, Job, Plan, Room, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
 from harness.devices.room import device_limit_bytes, room_of
-from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, parts_of
+from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, num_parts
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, next_planned
@@ -37,7 +37,7 @@ class Probes:
 
     def __init__(self, sweep: Sweep, job: Job, of: str = LAYERS) -> None:
         self.sweep, self.job = sweep, job
-        self.axis = SizeAxis(of, job.workload, parts_of(job.workload.micro_batches, job.world_size))
+        self.axis = SizeAxis(of, job.workload, num_parts(job.workload.micro_batches, job.world_size))
         self.room = room_of(job, counts_imports=False)
         self.records: list[Record] = []
         # by memory: pairs of a size and, by phase, the bytes that the run of this size took beyond its plan
@@ -130,7 +130,7 @@ class Probes:
         for record in (record for record in self.records if record.status == "ok"):
             planned_bytes, options = record.predicted, record.job.options
             planned = Plan(planned_bytes["device"], planned_bytes["host"], options=options).pooled(self.room)
-            for memory, num_bytes in measured(record).items():
+            for memory, num_bytes in measured_bytes(record).items():
                 beyond = {"run": num_bytes - getattr(planned, f"{memory}_bytes")}
                 self.excess.setdefault(memory, []).append((self.axis.number(record.job.workload), beyond))
         return self.guess()
@@ -186,7 +186,7 @@ def memory_of(record: Record) -> str:
     return str(record.evidence.get("resource") or record.status.removeprefix("oom-"))
 
 
-def measured(record: Record) -> dict[str, int]:
+def measured_bytes(record: Record) -> dict[str, int]:
     """Return the peak bytes of the device's and the host's memory, counted as the budgets count them. Where the device
     keeps a count of the host's tensors, as sim does, the host's peak is that count. Otherwise it is the peak of the
     whole process or, with several ranks, the average of the ranks' peaks."""
@@ -198,7 +198,7 @@ def measured(record: Record) -> dict[str, int]:
     return {memory: size for memory, size in sizes.items() if size}
 
 
-def find(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
+def find_largest(probes: Probes, repeats: int, most: int) -> dict[str, Any]:
     """Search one method's largest size; return its row of the table, with the record that decides the exit code."""
     guess = probes.guess()
     most = min(most, max(FEWEST_BEYOND, probes.least, BEYOND_PLAN * guess))
@@ -249,11 +249,11 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
         more = f", {gib(wanted)} more asked for" if wanted else ""
         return f"{memory}: {gib(in_use)} of {gib(limit)} in use{more}"
     limits = dataclasses.replace(probes.room, device_bytes=device_limit_bytes(probes.job))
-    peak, have = measured(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
+    peak, have = measured_bytes(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
     return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
 
 
-def texts(result: dict[str, Any]) -> dict[str, str]:
+def row_texts(result: dict[str, Any]) -> dict[str, str]:
     """Return a row of the table as text, by the heads of its columns."""
     mixed = (
         f" (both passes and failures from {result['mixed'][0]} to {result['mixed'][-1]})"

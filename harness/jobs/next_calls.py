@@ -17,8 +17,8 @@ from harness.devices.room import room_of
 from harness.gate.probe import Extent
 from harness.jobs.command import command
 from harness.jobs.scale import to_fit
-from harness.plan.fit import largest, resolve
-from harness.plan.run_time import probe_seconds, run_seconds, text
+from harness.plan.fit import most_layers, resolve
+from harness.plan.run_time import duration_text, probe_seconds, run_seconds
 
 
 def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, str]]:
@@ -37,7 +37,7 @@ def next_calls_of(jobs: Sequence[Job], folders: tuple[Path, ...] = ()) -> Iterat
     with contextlib.suppress(ValueError):  # the placement is fixed, or no factor divides the sizes
         if seconds := _seconds_of_all([to_fit(job, folders)[0] for job in jobs], folders):
             yield f"{command(all_of_them, is_short=True)} --scale fit", f"scaled down, {_about(seconds)}"
-    depth = min(largest(job, room_of(job), folders) for job in jobs)
+    depth = min(most_layers(job, room_of(job), folders) for job in jobs)
     with contextlib.suppress(ValueError):  # no layer fits, or fewer layers fit than the given window has
         load = longest.workload.at_depth(depth)
         if seconds := _seconds_of_all([dataclasses.replace(job, workload=load) for job in jobs], folders):
@@ -52,7 +52,7 @@ def next_calls(job: Job, folders: tuple[Path, ...] = ()) -> Iterator[tuple[str, 
     """Yield pairs of a command to run in place of the job, which does not fit, and the command's effect and duration as
     text."""
     yield from _scaled(job, folders)
-    depth = largest(job, room_of(job), folders)
+    depth = most_layers(job, room_of(job), folders)
     yield from _on_disk(job, depth, folders)
     if depth:
         smaller = dataclasses.replace(job, workload=job.workload.at_depth(depth))
@@ -103,7 +103,7 @@ def _on_disk(job: Job, largest_depth: int, folders: tuple[Path, ...]) -> Iterato
     disk_bytes = job.budget.disk_bytes or shutil.disk_usage(folder).free
     on_disk = dataclasses.replace(job, options={**job.options, "disk": folder})
     room = dataclasses.replace(room_of(on_disk), disk_bytes=disk_bytes)
-    depth = min(largest(on_disk, room, folders), job.workload.num_layers)
+    depth = min(most_layers(on_disk, room, folders), job.workload.num_layers)
     if depth > largest_depth:
         deeper = dataclasses.replace(on_disk, workload=job.workload.at_depth(depth))
         if duration := minutes(deeper, folders):
@@ -126,7 +126,7 @@ def minutes(job: Job, folders: tuple[Path, ...]) -> str:
 
 
 def _about(seconds: float) -> str:
-    return f"about {text(seconds)}, reference and probe included"
+    return f"about {duration_text(seconds)}, reference and probe included"
 
 
 def _seconds_of_all(jobs: Sequence[Job], folders: tuple[Path, ...]) -> float | None:

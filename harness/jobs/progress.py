@@ -101,14 +101,14 @@ class _Lines:
         self.has_reference = event.get("has_reference")
         self.probe_runs = event.get("probe_runs", 0.0)
         foreseen = event.get("foreseen_seconds", 0.0)
-        total = f"about {run_time.text(foreseen)}"
+        total = f"about {run_time.duration_text(foreseen)}"
         if foreseen > run_time.LONG_SECONDS:
             basis = f"by the machine's rates or a rough guess: {run_time.SHORTER}"
             self.write(f"long: {total}{self._included()}, {basis}")
         options = "".join(f" {name}={value}" for name, value in job.options.items())
         seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
         if (run_seconds := event.get("run_seconds", 0.0)) >= LEAST_REPORTED:
-            seconds += f"; takes about {run_time.text(run_seconds)}"
+            seconds += f"; takes about {run_time.duration_text(run_seconds)}"
         self.write(
             f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
             f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{seconds}"
@@ -142,7 +142,7 @@ class _Lines:
         left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and left > LEAST_FORETOLD:
             advice = f": {run_time.SHORTER}" if left > run_time.LONG_SECONDS else ""
-            self.write(f"  about {run_time.text(left)} left{self._included()}{advice}")
+            self.write(f"  about {run_time.duration_text(left)} left{self._included()}{advice}")
 
     def _included(self) -> str:
         parts = ["its reference"] * bool(self.has_reference) + ["its probe"] * bool(self.probe_runs)

@@ -22,7 +22,7 @@ STEPPED = (SEQ, TOKENS)  # axes on which sizes are `step` tokens apart
 STEPS = 32  # least number of sizes from 0 to the tokens that should fit
 
 
-def parts_of(micro_batches: int, num_ranks: int) -> int:
+def num_parts(micro_batches: int, num_ranks: int) -> int:
     """Return the number of micro-batches in a step, over all ranks; each micro-batch has equally many samples."""
     return micro_batches * num_ranks
 

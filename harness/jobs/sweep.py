@@ -26,7 +26,7 @@ from harness.gate import probe
 from harness.gate.court import ProbeTraining, is_peer, judge_run, reference_of, train_twins
 from harness.gate.probe import LEFT_OUT, Extent, Probe, extent_beneath
 from harness.models import weight_files
-from harness.plan.fit import Planned, largest, resolve
+from harness.plan.fit import Planned, most_layers, resolve
 from harness.plan.run_time import probe_seconds, run_seconds
 from harness.run.launch import Report, launch
 from harness.run.place import OrderedJob, Place, marked
@@ -97,7 +97,7 @@ class Store:
 
     def most_layers(self, reference: Job) -> int:
         """Return the largest number of layers at which a job of the reference fits; 0 if it never fits."""
-        return largest(reference, room_of(reference), self.folders)
+        return most_layers(reference, room_of(reference), self.folders)
 
     def record_of(self, job: Job, role: str, may_exceed_plan: bool = False) -> Record:
         """Return the record of a job that a verdict needs; run the job if it has none. `may_exceed_plan`: run it even
@@ -377,7 +377,7 @@ def context(name: str, files: tuple[Workload, int] | None, folders: tuple[Path, 
     """Return the facts on which a measurement depends beside its job, so that a changed file changes the job's key. The
     facts are a hash of the source of the method `name`, hashes of the files that the job reads, and facts of this
     machine. `files`: what read_by() returns for the job."""
-    facts = {"source": method.source_hash(name, folders), "corpus": "", **machine.checked()}
+    facts = {"source": method.source_hash(name, folders), "corpus": "", **machine.compared_facts()}
     load, num_samples = files or (None, 0)
     if load and load.corpus is not None:
         from harness.core.data import corpus_hash

@@ -70,7 +70,7 @@ def error_of(name: str, accuracies: Mapping[str, Accuracy], folders: tuple[Path,
     )
 
 
-def rates_of(record: Record) -> Rates | None:
+def rates_of_record(record: Record) -> Rates | None:
     """Return the rates of the machine that made a record; None if they are not known. This machine's rates come from
     its calibration, another machine's rates from machines.yaml. Imported logs count as made by the published
     machine."""
@@ -83,7 +83,7 @@ def rates_of(record: Record) -> Rates | None:
 
 def is_here(record: Record) -> bool:
     """True if the record was measured on this machine."""
-    facts = machine.checked()
+    facts = machine.compared_facts()
     same = all(str(record.machine.get(name)) == facts[name] for name in ("cpu", "cores", "gpu"))
     return record.origin != "imported" and same
 
@@ -103,10 +103,10 @@ def ran_on(record: Record, name: str) -> bool:
     return named_machines.has_gpu(name, record.machine.get("gpu"))
 
 
-def of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
+def forecast_of_record(record: Record, folders: tuple[Path, ...] = ()) -> Forecast | None:
     """Return the predicted step time of a run. None if the run has no throughput, if its machine's rates are not known,
     if its method or one of its options no longer exists, or if an option names a file."""
-    rates, job = rates_of(record) if record.samples_per_second else None, record.job
+    rates, job = rates_of_record(record) if record.samples_per_second else None, record.job
     if rates is None:
         return None
     try:
@@ -126,7 +126,7 @@ def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[
     for record in records:
         if record.job.world_size > 1:
             continue
-        foretold, measured = of_record(record, folders), record.median_step_seconds
+        foretold, measured = forecast_of_record(record, folders), record.median_step_seconds
         if foretold and measured:
             ratios.setdefault(record.job.method, []).append(measured / foretold.seconds - 1)
     return {

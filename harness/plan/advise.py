@@ -22,7 +22,7 @@ from harness.core.record import Record
 from harness.devices import named_machines
 from harness.plan.accuracy import accuracy, entry_of, error_of, is_here, measured_for, ran_on
 from harness.plan.best_settings import NEAR, Try, best
-from harness.plan.fit import largest
+from harness.plan.fit import most_layers
 from harness.plan.step import predicted
 from harness.plan.training_place import TrainingPlace, named_place, this_place
 
@@ -165,7 +165,7 @@ class Advice:
             **{memory: getattr(plan, memory) for memory in MEMORIES},
             "options": fastest.plan.options,
             "asked": options,
-            "largest_layers": largest(job, unrated, self.folders),
+            "largest_layers": most_layers(job, unrated, self.folders),
             **self._speeds(fastest),
             "measured_step_seconds": measured_for(self.records, name, load, self.place.name, bool(plan.disk)),
         }
@@ -285,7 +285,7 @@ class Advice:
         )
 
 
-def of_records(records: Sequence[Record]) -> Advice | None:
+def advice_of_records(records: Sequence[Record]) -> Advice | None:
     """Return a question about the machine of these records, with the workload and budget that their runs have most
     often. None if no run trained, or if the machine is neither this one nor in machines.yaml."""
     trained = [record for record in records if record.samples_per_second and record.job.world_size == 1]

@@ -49,7 +49,7 @@ def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
     return {
         "parts": parts,
         "token_flops": 2 * sum(weight.numel() for weight in weights if weight.ndim > 1),
-        "lines": lines(workload, parts, block_tokens),
+        "lines": block_lines(workload, parts, block_tokens),
     }
 
 
@@ -81,7 +81,7 @@ def computes_alike(workload: Workload, parts: list[str]) -> bool:
     )
 
 
-def lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple[float, int]]:
+def block_lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple[float, int]]:
     """Return two lines, which are linear functions of the bytes of the layer's input, each as (factor, bytes to add).
     The layer's memory is the larger of their two values.
 

@@ -63,10 +63,10 @@ def _remedies(job: Job, plan: Plan, room: Room, folders: tuple[Path, ...]) -> st
     options = _chosen_by_user(job, room, folders)
     tried = method.create(job.method, options, folders).plan(job.workload, room).tried
     text = f"; tried, too: {tried}" if tried else ""
-    depth, without = largest(dataclasses.replace(job, options=options), room, folders), ""
+    depth, without = most_layers(dataclasses.replace(job, options=options), room, folders), ""
     placement = options.pop("placement", None)
     if not depth and placement:
-        depth = largest(dataclasses.replace(job, options=options), room, folders)
+        depth = most_layers(dataclasses.replace(job, options=options), room, folders)
         without = f" without --placement {placement}"
     if depth:
         text += f"; the largest that should fit{without} has -l {depth}"
@@ -110,7 +110,7 @@ def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tupl
     return None
 
 
-def largest(job: Job, room: Room, folders: tuple[Path, ...] = ()) -> int:
+def most_layers(job: Job, room: Room, folders: tuple[Path, ...] = ()) -> int:
     """Return the largest number of layers for which the method's plan fits the room; 0 if no number does."""
     trained = method.create(job.method, job.options, folders)
 

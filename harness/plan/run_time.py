@@ -75,7 +75,7 @@ def _slowest_step_seconds(job: Job) -> float:
     return job.workload.flops_per_step / SLOWEST_OPERATIONS_PER_SECOND[job.device] + moving
 
 
-def text(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration as text: 40 seconds, 12 minutes or 5.3 hours."""
     if seconds < 90:
         return f"{seconds:.0f} seconds"

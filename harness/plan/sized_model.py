@@ -17,7 +17,7 @@ def amount(text: str) -> float | None:
     return float(match[1]) * UNITS[match[2]] if match and float(match[1]) else None
 
 
-def sized(num_params: float) -> Workload:
+def gpt_of_size(num_params: float) -> Workload:
     """Return the workload of a GPT with about this number of parameters. Its layers are those of the GPT-3 model with
     the nearest number of parameters, and the number of layers makes up the size."""
 

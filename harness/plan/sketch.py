@@ -85,8 +85,8 @@ def sketch(workload: Workload) -> dict[str, Any]:
     matrices = [table, *(shape for shape in head.values() if len(shape) > 1)]
     if matrices != [size, size] or any(shape[1:] != size[1:] for shape in positions):
         raise RefusedModel("ends", vocab_size=size[0], hidden_size=size[1])
-    token_flops, pair_flops = work(workload)
-    fp32, half = measured(workload), measured(replace(workload, dtype="bf16"))
+    token_flops, pair_flops = layer_work(workload)
+    fp32, half = activation_memory(workload), activation_memory(replace(workload, dtype="bf16"))
     return {
         "embedding": embedding,
         "layer": layers[0],
@@ -252,7 +252,7 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
     return first, 0.0
 
 
-def work(workload: Workload) -> tuple[int, int]:
+def layer_work(workload: Workload) -> tuple[int, int]:
     """Return two numbers of operations: a layer's for each token, and attention's for each pair of tokens in a sample.
     Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
     layer, operations = model.new_layer(workload, 0), []
@@ -275,7 +275,7 @@ def keeps_slopes(workload: Workload) -> int:
     return int(bend is not None and isinstance(bend(torch.zeros(1))[1], Tensor))
 
 
-def measured(workload: Workload) -> dict[str, float]:
+def activation_memory(workload: Workload) -> dict[str, float]:
     """Return the memory of activations in this workload's dtype, as fields of an Anatomy."""
     tokens = sample_tokens(workload)
     at_all, pair = boundaries(workload, tokens), 0.0

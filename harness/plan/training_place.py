@@ -68,18 +68,22 @@ def named_place(name: str, budget: Budget, facts: dict[str, Any] | None = None) 
         try:
             entry = named_machines.load(name)
         except ValueError as error:
-            remedy = f"give the GPU's numbers: --device-memory 24GB {numbers()}; or what ./run.sh rates prints there"
-            raise ValueError(f"{error}; or {remedy}, with --machines FILE") from error
+            remedy = f"give the GPU's numbers: --device-memory 24GB {example_numbers()}"
+            raise ValueError(
+                f"{error}; or {remedy}; or what ./run.sh rates prints there, with --machines FILE"
+            ) from error
         about = f"{entry.about}; {', '.join(facts)} of the call" if facts else entry.about
         return TrainingPlace(name, about, "cuda", budget, replace(entry, facts=(entry.facts or {}) | facts))
     if missing := [fact for fact in NEEDED if fact not in facts]:
-        raise ValueError(f"expected the facts {', '.join(missing)} of {name}, got none: try {numbers()}")
+        raise ValueError(
+            f"expected the facts {', '.join(missing)} of {name}, got none: try {example_numbers()}"
+        )
     if budget.device_bytes is None:
         raise ValueError(f"expected the memory of {name}, got none: try --device-memory 24GB")
     return TrainingPlace(name, f"{name}, by the numbers of the call", "cuda", budget, Machine(facts=facts))
 
 
-def numbers() -> str:
+def example_numbers() -> str:
     """Return, as text, example options that describe a GPU missing from machines.yaml. The numbers are those of a
     desktop computer."""
     examples = {"gpu_tflops": 80, "link_gb_per_second": 20, "host_adam_gparams_per_second": 2}

@@ -76,7 +76,7 @@ class Place(ABC):
     @abstractmethod
     def context(self) -> dict[str, str]:
         """Return the facts of the place on which results depend. They become part of a job's key, where they replace
-        the facts of the same names from machine.checked()."""
+        the facts of the same names from machine.compared_facts()."""
 
     def check(self, job: Job, folders: tuple[Path, ...]) -> None:
         """Raise ValueError if the job needs a release of an engine that the place cannot have, and Unavailable if the

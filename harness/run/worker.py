@@ -121,7 +121,7 @@ class Run:
 
         job, self.dialect, bytes_before = self.job, method.log_dialect, process_memory.process_bytes()
         self.inspect_training = inspect_training
-        tf32.check(job.device, job.workload.dtype)
+        tf32.refuse_tf32(job.device, job.workload.dtype)
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
         self.measured["data_sha256"] = data.sha256(tokens)
@@ -204,7 +204,7 @@ class Run:
         self._collect(wait=True)
         if wrong := self._contradiction(trained):
             raise ValueError(wrong)
-        tf32.check(self.job.device, self.job.workload.dtype)
+        tf32.refuse_tf32(self.job.device, self.job.workload.dtype)
         if self.trace:
             self.trace.write(self.clock.marks, self.emit)
         self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule

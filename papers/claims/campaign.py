@@ -19,7 +19,7 @@ from harness.core.job import MOST_LAYERS, Job, Plan, gib
 from harness.core.record import Record
 from harness.devices.room import host_limit_bytes
 from harness.gate.probe import Extent
-from harness.jobs.largest_size import Probes, find
+from harness.jobs.largest_size import Probes, find_largest
 from harness.jobs.sweep import Report, Sweep
 from harness.plan.fit import Planned, resolve
 from harness.plan.run_time import PROCESS_SECONDS, run_seconds
@@ -186,7 +186,7 @@ class Campaign:
         """Return the number of runs that a search still needs.
 
         The number is 0 if the records show that one depth trained and the next one failed, or if this call has already
-        searched. In all other cases it is PROBES, an estimate, because find() decides which runs are needed.
+        searched. In all other cases it is PROBES, an estimate, because find_largest() decides which runs are needed.
         """
         best, failed = searches.largest(job.method, records)
         depths = [part[-1].job.workload.num_layers for part in (best, failed) if part]
@@ -198,7 +198,7 @@ class Campaign:
         job = run.job
         if run.is_search:
             self.tried.append((job, True))
-            answer = find(Probes(self.sweep, self.used.probe(job.method)), 1, MOST_LAYERS)
+            answer = find_largest(Probes(self.sweep, self.used.probe(job.method)), 1, MOST_LAYERS)
             self.finished += [answer["record"]] if answer["record"] else []
             return
         host = host_limit_bytes(job.budget, job.device)

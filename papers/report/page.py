@@ -136,7 +136,7 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     findings = verify.findings(results, None, machine)
     published = verify.findings(results, verify.PUBLISHED, None)
     sections = list(figures(entries, profile, results))
-    advice = advise.of_records(records)
+    advice = advise.advice_of_records(records)
     machines = _unique(pages.machine(record) for record in runs)
     return {
         "conclusion": conclusion.sentences(records, findings, machines),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness.core.job import Budget, Job, Plan, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
-from harness.jobs.largest_size import Probes, find, texts
+from harness.jobs.largest_size import Probes, find_largest, row_texts
 from harness.jobs.size_search import SizeOutcome, search
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, resolve
@@ -92,7 +92,7 @@ def searched(folder: Path, budget_mib: int, **options) -> tuple[dict, list[dict]
     events: list[dict] = []
     most, repeats = options.pop("most", 2**20), options.pop("repeats", 1)
     job = Job("wall", TINY, options, Budget(budget_mib * MIB), steps=5, warmup=2)
-    return find(Probes(Sweep(folder, folders, events.append), job), repeats, most), events
+    return find_largest(Probes(Sweep(folder, folders, events.append), job), repeats, most), events
 
 
 def probes(events: list[dict]) -> list[int]:
@@ -128,7 +128,7 @@ def test_a_crash_is_not_too_large(tmp_path: Path, in_process: None) -> None:
         answer["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck")
         and answer["fails_at"] is None
     )
-    assert answer["record"].status == "crash" and "no answer: at 2 layers" in texts(answer)["what binds"]
+    assert answer["record"].status == "crash" and "no answer: at 2 layers" in row_texts(answer)["what binds"]
 
 
 def test_each_confirmation_is_a_record_of_its_own(tmp_path: Path, in_process: None) -> None:
@@ -294,7 +294,7 @@ def test_layers_that_stay_on_the_device_let_stronghold_go_deeper_than_the_host_a
     answers = {}
     for name in ("l2l", "stronghold"):
         job = Job(name, SMALL, {}, Budget(16 * MIB, 64 * MIB), "sim", steps=5, warmup=2)
-        answers[name] = find(Probes(Sweep(tmp_path), job), repeats=1, most=2**20)
+        answers[name] = find_largest(Probes(Sweep(tmp_path), job), repeats=1, most=2**20)
     assert {name: (row["largest"], row["fails_at"], row["trials"]) for name, row in answers.items()} == {
         "l2l": (21, 22, 4),
         "stronghold": (23, 24, 4),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli.advice.plan_table import row
+from cli.advice.plan_table import plan_row
 from harness.core import method
 from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.rates import Rates
@@ -76,7 +76,7 @@ def test_the_largest_published_model_is_offered_scaled_on_disk_smaller_and_plann
         jobs_of(smaller)[0], workload=Workload(num_layers=jobs_of(smaller)[0].workload.num_layers + 1)
     )
     assert resolve(deeper)[2] is not None
-    assert row(jobs_of(planned)[0], (), exact=False)["fits"]
+    assert plan_row(jobs_of(planned)[0], (), exact=False)["fits"]
 
 
 def test_scaling_keeps_layers_and_divides_widths_and_memories_alike() -> None:
@@ -111,7 +111,7 @@ def test_an_estimate_is_steps_times_arithmetic_beside_what_a_process_takes(
     assert run_time.run_seconds(job, plan, known) == pytest.approx(
         6 + 20 * job.workload.flops_per_step / 1e12
     )
-    assert [run_time.text(seconds) for seconds in (40, 720, 19080)] == [
+    assert [run_time.duration_text(seconds) for seconds in (40, 720, 19080)] == [
         "40 seconds",
         "12 minutes",
         "5.3 hours",

@@ -17,7 +17,7 @@ from harness.core.record import Record, read_all
 from harness.devices import machine
 from harness.jobs.progress import _Lines, closing_line, print_results
 from harness.jobs.sweep import Store, Sweep
-from harness.plan.fit import Planned, largest, resolve
+from harness.plan.fit import Planned, most_layers, resolve
 from papers.report.tables import Entry, record_row
 from tests.support import forks, records
 from tests.support.tiny import TINY
@@ -277,7 +277,7 @@ def test_the_named_largest_depth_fits_and_the_next_does_not() -> None:
 def test_a_placement_of_so_many_layers_fits_no_other_depth() -> None:
     for budget, depth in ((Budget(), "3"), (Budget(device_bytes=1), "0")):
         job = Job("stronghold", dataclasses.replace(TINY, num_layers=3), {"placement": "R1W2"}, budget)
-        assert str(largest(job, budget)) == depth
+        assert str(most_layers(job, budget)) == depth
 
 
 @pytest.mark.parametrize("placement", ["R40", "R20W20"])

@@ -20,7 +20,7 @@ from harness.core.record import Record, records_of
 from harness.devices import machine, room
 from harness.gate import probe
 from harness.jobs.sweep import Sweep
-from harness.plan.fit import largest, resolve
+from harness.plan.fit import most_layers, resolve
 from harness.run.prepare import prepare
 from harness.simulation.batches import token_batches
 from methods import zero_infinity_nvme
@@ -247,7 +247,7 @@ def test_the_deepest_pipeline_that_fits_is_found_among_depths_that_stages_divide
     )
     trained = create("megatron-lm", options)
     needed = trained.plan(load.at_depth(num_layers), Room()).device_bytes
-    assert largest(Job("megatron-lm", load, options), Room(needed)) == num_layers
+    assert most_layers(Job("megatron-lm", load, options), Room(needed)) == num_layers
 
 
 @pytest.mark.heavy

@@ -42,8 +42,8 @@ def test_a_record_that_names_a_file_is_not_planned(
     (file := tmp_path / "config.yaml").write_text(text)
     job, reads = Job(name, Workload(), {"config": str(file)}), list[str]()
     monkeypatch.setattr(user_config, "read_text", lambda path: reads.append(path) or Path(path).read_text())
-    monkeypatch.setattr(accuracy, "rates_of", lambda record: Rates(1e12))
-    assert accuracy.of_record(record(job)) is None and not reads
+    monkeypatch.setattr(accuracy, "rates_of_record", lambda record: Rates(1e12))
+    assert accuracy.forecast_of_record(record(job)) is None and not reads
 
 
 # What NVIDIA's driver calls GPUs, with their memory in GiB.

@@ -21,8 +21,8 @@ from harness.plan.accuracy import Accuracy, accuracy, error_of
 from harness.plan.advise import SEARCHED, WORTH, Advice, Decision
 from harness.plan.best_settings import NEAR
 from harness.plan.fit import resolve
-from harness.plan.run_time import text
-from harness.plan.sized_model import sized
+from harness.plan.run_time import duration_text
+from harness.plan.sized_model import gpt_of_size
 from harness.plan.step import predicted
 from harness.plan.training_place import named_place, this_place
 from tests.support import cli
@@ -140,7 +140,7 @@ def test_every_gpu_that_people_have_is_there() -> None:
 
 @pytest.mark.parametrize("num_params", [1e9, 7e9, 70e9, 400e9])
 def test_a_number_of_parameters_becomes_a_model_of_it(num_params: float) -> None:
-    assert sized(num_params).num_params == pytest.approx(num_params, rel=0.05)
+    assert gpt_of_size(num_params).num_params == pytest.approx(num_params, rel=0.05)
 
 
 def test_the_decision_is_the_best_row() -> None:
@@ -294,7 +294,8 @@ def test_every_next_call_plans_what_was_decided(arguments: str, tmp_path: Path) 
     if decided["chosen"]:  # all of them elsewhere: at the steps that a call has by default
         seconds = 20 * decided["chosen"]["step_seconds"]
         assert (
-            decided["cost"] == f"20 steps in about {text(seconds)}; its reference and its probe come on top"
+            decided["cost"]
+            == f"20 steps in about {duration_text(seconds)}; its reference and its probe come on top"
         )
     for where, call in decided["next"].items():
         if "--calibrate" in call:
@@ -333,7 +334,7 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
     workload = Workload(num_layers=2)
     trained = create("zero-offload", {})
     seconds = predicted(trained, workload, trained.plan(workload, Room()), RATES).seconds
-    facts = {name: machine.checked()[name] for name in ("cpu", "cores", "gpu")}
+    facts = {name: machine.compared_facts()[name] for name in ("cpu", "cores", "gpu")}
 
     def run(ratio: float, verdict: str = "exact") -> Record:
         times = [ratio * seconds] * 4
@@ -362,7 +363,7 @@ def test_an_error_is_that_of_the_machine_asked_about_of_other_methods_before_oth
 def test_runs_of_this_machine_say_nothing_of_forecasts_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
     workload = Workload(num_layers=2)
-    facts = {name: machine.checked()[name] for name in ("cpu", "cores", "gpu")}
+    facts = {name: machine.compared_facts()[name] for name in ("cpu", "cores", "gpu")}
     run = Record(
         Job("l2l", workload, steps=4, warmup=1),
         "key",
@@ -398,7 +399,9 @@ def test_the_door_decides_first_and_then_shows_all() -> None:
         rows[0]["step_seconds"] < rows[1]["step_seconds"] and first["chosen"]["method"] == rows[0]["method"]
     )
     assert rows[0]["hours"] == pytest.approx(10e9 / rows[0]["tokens_per_second"] / 3600)
-    model_flops = dataclasses.replace(sized(1e9), num_layers=48, hidden_size=1600, num_heads=25, seq_len=1024)
+    model_flops = dataclasses.replace(
+        gpt_of_size(1e9), num_layers=48, hidden_size=1600, num_heads=25, seq_len=1024
+    )
     assert rows[0]["mfu"] == pytest.approx(
         model_flops.model_flops_per_step / rows[0]["step_seconds"] / 82.6e12
     )
