@@ -54,7 +54,7 @@ def bare_step_seconds(workload: Workload, steps: int) -> list[float]:
 
 def harness_step_seconds(workload: Workload, steps: int) -> list[float]:
     with contextlib.redirect_stdout(io.StringIO()):
-        record = worker.run(Job("resident", workload, steps=steps), "bench", (), lambda event: None)
+        record = worker.train_here(Job("resident", workload, steps=steps), "bench", (), lambda event: None)
     return record.step_seconds
 
 

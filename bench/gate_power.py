@@ -287,7 +287,7 @@ def train(job: Job) -> Record:
     from harness.run import worker
 
     with contextlib.redirect_stdout(io.StringIO()):
-        return worker.run(job, job.key(), FOLDERS, lambda event: None)
+        return worker.train_here(job, job.key(), FOLDERS, lambda event: None)
 
 
 def outcome(case: PowerCase, records: dict[str, Record]) -> Outcome:

@@ -23,7 +23,7 @@ from harness.core import method
 from harness.core.record import Record, records_of
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
-from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read, share
+from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read_timeline, share
 from papers.figures import case_files, plot
 from papers.figures.point import machine_of
 from papers.figures.profile import CaseProfile, call
@@ -119,7 +119,7 @@ def _virtual(folder: Path, profile: str, name: str) -> Path:
 
 def _is_current(path: Path) -> bool:
     try:
-        return read(path).about["source"] == method.source_hash(METHODS[0])
+        return read_timeline(path).about["source"] == method.source_hash(METHODS[0])
     except ValueError:
         return False
 
@@ -143,7 +143,8 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
             f"expected a trace of profile {profile} in {results}, got none; try {call(NAME, profile)}"
         )
     paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
-    return [Shown(read(traced), runs[-1]), *(Shown(read(path), None) for path in paths if path.exists())]
+    simulated = [Shown(read_timeline(path), None) for path in paths if path.exists()]
+    return [Shown(read_timeline(traced), runs[-1]), *simulated]
 
 
 def table(timelines: Sequence[Shown]) -> DataFrame:

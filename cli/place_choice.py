@@ -25,7 +25,7 @@ place_options = together(
     ),
     *(
         of_field(cls.cli_options, name)
-        for cls in place.loadable().values()
+        for cls in place.loadable_places().values()
         for name in options_of(cls.cli_options)
     ),
     click.option(
@@ -49,7 +49,7 @@ class PlaceChoice:
             return cls()
         options = {
             name: kind.cli_options(**{field: values[field] for field in options_of(kind.cli_options)})
-            for name, kind in place.loadable().items()
+            for name, kind in place.loadable_places().items()
         }
         return cls(values["on"], options, values["dry_run"])
 
@@ -58,7 +58,7 @@ class PlaceChoice:
         return self.name == LOCAL
 
     def asks_for_gpus(self) -> bool:
-        return not self.is_local and place.load(self.name).asks_for_gpus(self.options[self.name])
+        return not self.is_local and place.load_place(self.name).asks_for_gpus(self.options[self.name])
 
     def place(self, device: str, folders: tuple[Path, ...]) -> Place | None:
         """Return the place for jobs on this device; None for this process's machine. Raises Unavailable if the place
@@ -71,7 +71,7 @@ class PlaceChoice:
         if self.is_local:
             return None
         call = PlaceCall(device, folders, self.is_dry_run)
-        return place.load(self.name).of(self.options[self.name], call)
+        return place.load_place(self.name).of(self.options[self.name], call)
 
     def arguments(self) -> list[str]:
         """Return the arguments of a command line that make this choice; empty for this process's machine."""

@@ -274,13 +274,13 @@ class Slurm(Place):
         # FAILED says only that srun failed; its standard error says why
         if state.name == "FAILED" and OOM_KILL in output:
             state = state._replace(name="OUT_OF_MEMORY")
-        end = named(state, record.phase if record else ORDERED, memory_limit(job) or 0)
+        end = end_of_job(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
         place |= {"image": self.image} if self.image else {}
         return complete(ordered, record, end, ClusterReport(place, {"slurm": reported}, output))
 
 
-def named(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
+def end_of_job(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
     """Return the end of a job, derived from its state under Slurm."""
     code, _, number = state.exit_code.partition(":")
     if state.name == "OUT_OF_MEMORY":

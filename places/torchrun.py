@@ -56,7 +56,7 @@ class Torchrun(Place):
         count, node = int(nodes["PET_NNODES"]), int(nodes["PET_NODE_RANK"])
         where = nodes["PET_MASTER_ADDR"], int(nodes["PET_MASTER_PORT"]) + 1
         if node:
-            follow(connected(*where), node, call.folders)
+            follow_first_node(connected(*where), node, call.folders)
             sys.exit(0)
         return cls(accepted(*where, count - 1))
 
@@ -170,7 +170,7 @@ def connected(address: str, port: int) -> Peer:
             time.sleep(RETRY_SECONDS)
 
 
-def follow(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
+def follow_first_node(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
     """Run this node's part of each order from the first node, until the first node ends. The code comes from this
     checkout and from `folders` of methods. Refuse an order if the first node's code differs."""
     first.tell({"node": node, "host": socket.gethostname()})

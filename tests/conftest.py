@@ -167,7 +167,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, read_once: None) -> None:
         if existing := recorded(before := key()):
             return existing
         path = Path(f"{new_stem(results, job)}.json")
-        worker.run(job, before, folders, lambda event: None).write(path)
+        worker.train_here(job, before, folders, lambda event: None).write(path)
         return path
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)
@@ -240,7 +240,7 @@ def make_memory_group() -> Iterator[Callable[[int], cgroup.Group]]:
     made = []
 
     def make(limit_bytes: int) -> cgroup.Group:
-        group = cgroup.make(limit_bytes)
+        group = cgroup.make_group(limit_bytes)
         if group is None:
             pytest.skip("no memory group can be made here: it takes root, and cgroups that can be written")
         made.append(group)

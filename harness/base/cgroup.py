@@ -111,7 +111,7 @@ def cpu_quota(process: Path = Path("/proc/self")) -> float | None:
     return min(quotas, default=None)
 
 
-def make(limit_bytes: int) -> Group | None:
+def make_group(limit_bytes: int) -> Group | None:
     """Return a new group with this limit, in which no process can swap beyond the limit; None if the system does not
     allow a group. First, groups that dead processes of the harness left are removed."""
     group = current()

@@ -75,7 +75,7 @@ def watch() -> None:
         _noted.clear()
 
 
-def read(path: Path) -> list[Executed]:
+def read_notes(path: Path) -> list[Executed]:
     """Return the notes of all processes of a run; none if no process wrote any."""
     try:
         lines = path.read_text(errors="surrogateescape").splitlines()

@@ -251,7 +251,7 @@ class Forks:
             control.close()
 
 
-def work(fork: Fork) -> NoReturn:
+def run_order(fork: Fork) -> NoReturn:
     """Run the ordered module's main() in this process, a new fork, in the state of a newly started process. Send the
     fork's process number to the caller first."""
     order, numbers = fork.order, fork.order["numbers"]
@@ -296,7 +296,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
     with contextlib.suppress(Exception):  # a failed import fails again in each fork, which reports it
         import_all(sys.argv[2:])
-    work(Forks(socket.socket(fileno=int(sys.argv[1]))).serve())
+    run_order(Forks(socket.socket(fileno=int(sys.argv[1]))).serve())
 
 
 if __name__ == "__main__":

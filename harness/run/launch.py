@@ -84,7 +84,9 @@ def launch(
                 executed = child.end(peaks)
                 events.feed(b"")  # the events after one at which `report` raised an error
                 end = observed_end(start, child, events, peaks, deadline)
-                record = completed(events.record or obituary(start, events, end), start, end, peaks, executed)
+                record = completed_record(
+                    events.record or obituary(start, events, end), start, end, peaks, executed
+                )
                 record = dataclasses.replace(record, is_timed=is_timed or not held.is_shared())
                 record = unless_changed(record, key)
                 record.write(path)
@@ -116,7 +118,7 @@ def memory_wall(job: Job) -> Iterator[cgroup.Group | None]:
     """Within this context, keep a memory group for the job's worker, with the budget's limit. None: the budget has no
     such limit, or the system allows no group."""
     limit = budgets.wall_bytes(job)
-    wall = cgroup.make(limit) if limit else None
+    wall = cgroup.make_group(limit) if limit else None
     try:
         yield wall
     finally:
@@ -168,7 +170,9 @@ class Child:
         descriptors of the devices' locks, which the process inherits."""
         self.record, self.log = record, Path(log.name)
         reader, writer = os.pipe()
-        self.scratch, self.lock = scratch.make()  # both this process and the child hold the folder's lock
+        self.scratch, self.lock = (
+            scratch.make_folder()
+        )  # both this process and the child hold the folder's lock
         self.notes = self.scratch / "executed"  # file of notes about executed code
         try:
             self.process = self._started(start, log, (writer, *locks, self.lock))
@@ -225,7 +229,7 @@ class Child:
         self.signal(signal.SIGKILL)
         self.process.wait()
         ranks.end_all(peaks.processes, GRACE_SECONDS)  # ranks have sessions of their own
-        executed = executed_code.read(self.notes)
+        executed = executed_code.read_notes(self.notes)
         for folder in (ranks.folder_of(self.record), self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
         os.close(self.lock)  # held until here, so that no other run removed the notes
@@ -386,7 +390,7 @@ def obituary(start: Start, events: Events, end: failures.End) -> Record:
     )
 
 
-def completed(
+def completed_record(
     record: Record, start: Start, end: failures.End, peaks: MemoryPeaks, executed: list[Executed]
 ) -> Record:
     """Return the record with the facts that only this process knows added: peaks, limits, why the worker ended."""

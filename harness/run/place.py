@@ -105,7 +105,7 @@ class Place(ABC):
 REGISTRY = FileRegistry("place", "places", str)
 
 
-def load(name: str) -> type[Place]:
+def load_place(name: str) -> type[Place]:
     """Return the class of the place with this name. Raises ValueError with one line of text if the place's file does
     not load, or does not hold a class of Place."""
     file = REGISTRY.files()[name]
@@ -115,18 +115,18 @@ def load(name: str) -> type[Place]:
     return place
 
 
-def loadable() -> dict[str, type[Place]]:
+def loadable_places() -> dict[str, type[Place]]:
     """Return the classes of the places whose files load, by the places' names."""
     places = {}
     for name in REGISTRY.files():
         with contextlib.suppress(ValueError):
-            places[name] = load(name)
+            places[name] = load_place(name)
     return places
 
 
 def drafting() -> str:
     """Return the names of the places that define draft(), joined by "or"."""
-    return " or ".join(name for name, place in loadable().items() if place.draft is not Place.draft)
+    return " or ".join(name for name, place in loadable_places().items() if place.draft is not Place.draft)
 
 
 def no_draft() -> str:

@@ -29,8 +29,8 @@ from harness.core import failures, log_lines
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import machine
-from harness.run.timeline import of_ranks, read, write
-from harness.run.worker import hand_over, interrupt_once, run
+from harness.run.timeline import of_ranks, read_timeline, write_timeline
+from harness.run.worker import hand_over, interrupt_once, train_here
 
 
 def folder_of(path: Path) -> Path:
@@ -80,9 +80,9 @@ class JobAgent(OneRound):
     def conclude(self, failed: dict[int, int]) -> None:
         """Write the job's trace, if the job asks for a trace, and hand over the job's record. If the first rank that
         failed left no record, report the rank's exit code instead."""
-        traces = {int(path.name.split("-")[1]): read(path) for path in self.folder.glob("trace-*")}
+        traces = {int(path.name.split("-")[1]): read_timeline(path) for path in self.folder.glob("trace-*")}
         if self.job.trace and traces:
-            write(of_ranks(dict(sorted(traces.items()))), Path(self.job.trace))
+            write_timeline(of_ranks(dict(sorted(traces.items()))), Path(self.job.trace))
         paths = self.folder.glob("*.json")
         ended = {int(path.stem): dataclasses.replace(Record.read(path), job=self.job) for path in paths}
         first = first_to_fail(failed, ended) if failed else None
@@ -100,7 +100,7 @@ class JobAgent(OneRound):
             record = ended[first]
             end = failures.of_rank(failures.Failure(record.status, record.reason), first, self.job.world_size)
             return dataclasses.replace(record, **end.changes(record.evidence))
-        record = together([ended[rank] for rank in sorted(ended)])
+        record = merged([ended[rank] for rank in sorted(ended)])
         if self.is_interrupted and record.status != "ok":
             # a rank may have failed because its peer was interrupted
             end = failures.of_stop(failures.End(record.phase, stopped="interrupt"))
@@ -157,7 +157,7 @@ def followed(record: Record) -> bool:
     return record.status == "interrupted" or bool(failures.LOST_RANK.search(record.reason))
 
 
-def together(records: list[Record]) -> Record:
+def merged(records: list[Record]) -> Record:
     """Return the first record, with the facts of all records' ranks added, and with each peak and the number of
     allocator retries raised to the maximum of all records. Code that is unlisted or changed in any record is so in the
     returned one."""
@@ -194,9 +194,9 @@ def _peak_bytes(stated: dict[str, Any]) -> int:
 
 def of_nodes(records: list[Record]) -> Record:
     """Return one record for the job from the records of its machines, the first of which ran rank 0. If some machines
-    failed, return the record of the first machine that failed by itself; else return together() of all records."""
+    failed, return the record of the first machine that failed by itself; else return merged() of all records."""
     failed = [record for record in records if record.status != "ok"]
-    return min(failed, key=followed) if failed else together(records)
+    return min(failed, key=followed) if failed else merged(records)
 
 
 def end_all(processes: list[psutil.Process], seconds: float) -> None:
@@ -235,7 +235,7 @@ def rank(order: dict[str, Any], environment: dict[str, str], writer: int) -> int
     trace = str(folder_of(Path(order["record"])) / f"trace-{number}") if job.trace else None
     save = None if number else job.save  # only rank 0 has the whole tensors
     part = dataclasses.replace(job, budget=job.budget.share(local_ranks), trace=trace, save=save)
-    record = run(part, order["key"], tuple(map(Path, order["folders"])), emit)
+    record = train_here(part, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if local and record.status != "ok":
         print(record.evidence.get("traceback", record.reason), file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from harness.base.marked_folder import is_marked, mark
 PREFIX = "harness-run-"
 
 
-def make() -> tuple[Path, int]:
+def make_folder() -> tuple[Path, int]:
     """Make a temporary folder. Return the folder's path and a descriptor that holds its lock. As long as a process of
     the run has this descriptor open, no other run removes the folder."""
     remove_left()

@@ -58,7 +58,7 @@ def steps(ends: Sequence[float], first_step: int) -> list[Span]:
 # ---- Files
 
 
-def write(timeline: Timeline, path: Path) -> None:
+def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write the timeline to one JSON file, whole or not at all. The file's times count from the start of the first
     step."""
     spans = sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start)
@@ -95,8 +95,9 @@ def write(timeline: Timeline, path: Path) -> None:
     write_whole(path, f'{HEAD}: "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
 
 
-def read(path: Path) -> Timeline:
-    """Return the timeline in a file. Raises ValueError, which names the file, if it is no trace that write() wrote."""
+def read_timeline(path: Path) -> Timeline:
+    """Return the timeline in a file. Raises ValueError, which names the file, if it is no trace that write_timeline()
+    wrote."""
     try:
         data = read_json(path)
         names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}

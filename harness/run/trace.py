@@ -21,7 +21,7 @@ import torch
 from harness.base.counted import counted
 from harness.core.job import Job
 from harness.devices.streams import STREAMS, UNNOTED
-from harness.run.timeline import Span, Timeline, steps, write
+from harness.run.timeline import Span, Timeline, steps, write_timeline
 
 FIRST_SECONDS = 1.0  # total seconds of allocations of host memory at which the first report comes
 # number of a run's last steps that are traced; work queued before them may end in the first traced step
@@ -71,7 +71,7 @@ class Trace:
             tell({"event": "warning", "text": text})
         assert job.trace
         try:
-            write(timeline, Path(job.trace))
+            write_timeline(timeline, Path(job.trace))
         except OSError as error:  # the run itself is valid without a trace
             tell({"event": "warning", "text": f"cannot write {job.trace}: {error.strerror}"})
 

@@ -269,7 +269,7 @@ class Run:
                     print(line, flush=True)
 
 
-def run(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
+def train_here(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     """Train one job in this process. Return its record, even if training failed. `emit` gets the run's events."""
     started, run = time.time(), Run(job, emit)
     facts = machine.facts()  # before training, because an engine may pin this process to some of its cores
@@ -451,7 +451,7 @@ def main() -> None:
         except BrokenPipeError:
             interrupt_here()
 
-    record = run(job, order["key"], tuple(map(Path, order["folders"])), emit)
+    record = train_here(job, order["key"], tuple(map(Path, order["folders"])), emit)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hand_over(record, order)
     # _exit() does not wait for threads of engines, which would delay the end of the run.

@@ -33,7 +33,7 @@ from harness.core.job import Room, Workload
 from harness.core.method import Method
 from harness.devices import exchange
 from harness.plan.resources import parts_sent, sum_sent
-from harness.run.timeline import Span, Timeline, steps, write
+from harness.run.timeline import Span, Timeline, steps, write_timeline
 from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
 from harness.simulation.watched_ops import Memory, Op, tensors
@@ -95,7 +95,7 @@ class VirtualRun:
 
     def write(self, about: dict[str, Any], path: Path) -> None:
         """Write the timeline to a file, in the format in which the trace of a run is written."""
-        write(self.timeline(about), path)
+        write_timeline(self.timeline(about), path)
 
 
 class VirtualTime:

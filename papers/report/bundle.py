@@ -171,12 +171,14 @@ def _put_text(path: Path, copy: Path, names: Names) -> None:
 def _put_trace(path: Path, stage: Path, names: Names) -> None:
     """Copy a timeline into `stage`, with the names removed from its description; its spans contain no names."""
     try:
-        trace = timeline.read(path)
+        trace = timeline.read_timeline(path)
     except ValueError as error:
         print(f"left out: {error}", file=sys.stderr)
         return
     (stage / path.parent.name).mkdir(exist_ok=True)
-    timeline.write(trace._replace(about=names.value(trace.about)), stage / path.parent.name / path.name)
+    timeline.write_timeline(
+        trace._replace(about=names.value(trace.about)), stage / path.parent.name / path.name
+    )
 
 
 def _packed(stage: Path, paths: Iterable[Path]) -> bytes:

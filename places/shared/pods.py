@@ -89,7 +89,7 @@ def state_of(pod: dict[str, Any]) -> PodState:
     )
 
 
-def named(state: PodState, phase: str, limit_bytes: int, image: str) -> failures.Failure:
+def end_of_pod(state: PodState, phase: str, limit_bytes: int, image: str) -> failures.Failure:
     """Return the end of a job, derived from the state of the pod that ended it."""
     message = ": ".join(filter(None, (state.reason, " ".join(state.message.split()))))
     if state.reason == "OOMKilled":
@@ -187,7 +187,7 @@ class PodJob:
         is_late = time.monotonic() - self.began >= wait
         stuck = [pod for pod in pods if pod.reason in (*NEVER_STARTS, *(UNPLACED if is_late else ()))]
         if stuck and not self.end:
-            self.end = named(stuck[0], self.events.phase, 0, image)
+            self.end = end_of_pod(stuck[0], self.events.phase, 0, image)
         waited = time.monotonic() - self.began
         if not self.pods and not self.end and not self.is_deleted and waited >= max(wait, POD_SECONDS):
             text = (
@@ -267,4 +267,4 @@ class PodJob:
         )
         if first is None:
             return failures.of_process(failures.End(self.events.phase))
-        return named(first, self.events.phase, memory_limit(self.ordered.job) or 0, image)
+        return end_of_pod(first, self.events.phase, memory_limit(self.ordered.job) or 0, image)

@@ -138,12 +138,12 @@ def test_pages_that_forks_share_count_once(group: cgroup.Group) -> None:
 
 def test_a_group_of_a_dead_parent_is_removed_by_the_next(group: cgroup.Group) -> None:
     code = (
-        "import os; from harness.base import cgroup; print(cgroup.make(2**26).folder, flush=True);"
+        "import os; from harness.base import cgroup; print(cgroup.make_group(2**26).folder, flush=True);"
         "os.kill(os.getpid(), 9)"
     )
     left = Path(
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     )
     assert left.is_dir()
-    cgroup.make(2**26).remove()
+    cgroup.make_group(2**26).remove()
     assert not left.exists() and group.folder.exists()

@@ -84,7 +84,7 @@ def noted(folder: Path) -> dict[str, list[str]]:
         sys.path[:] = [entry for entry in sys.path if not entry.startswith(str(folder))]
         for module in ("own", "part", "inside", "compiled", "loose", "multiprocessing.popen_spawn_posix"):
             sys.modules.pop(module, None)
-        texts[name] = [note.text.replace(f"{case}/", "") for note in executed_code.read(case / "notes")]
+        texts[name] = [note.text.replace(f"{case}/", "") for note in executed_code.read_notes(case / "notes")]
     return texts
 
 

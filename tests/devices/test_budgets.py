@@ -385,7 +385,7 @@ def test_a_method_that_hides_memory_from_its_limit_is_out_of_memory(tmp_path: Pa
         "from harness.devices import budgets; import torch, tests.support.tiny as tiny;"
         "room = process_memory.process_bytes()['RssAnon'] + 2**27;"
         "job = Job('shares', tiny.TINY, budget=Budget(host_bytes=room), steps=2, warmup=0);"
-        "print(worker.run(job, '', (Path(sys.argv[1]),), lambda event: None).reason)"
+        "print(worker.train_here(job, '', (Path(sys.argv[1]),), lambda event: None).reason)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True

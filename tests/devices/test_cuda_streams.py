@@ -16,7 +16,7 @@ from harness.devices import cuda_budget, tf32
 from harness.devices.streams import Device, num_update_threads
 from harness.gate import inspect_training
 from harness.run import worker
-from harness.run.timeline import read
+from harness.run.timeline import read_timeline
 from harness.simulation.batches import token_batches
 from methods.offload import adamw_cuda
 from methods.offload.transfer import copy, queue
@@ -176,7 +176,7 @@ def test_only_a_lack_of_memory_to_lock_is_called_one(
     cuda.register = lambda address, size, flags: code  # type: ignore[method-assign]
     cuda.install(monkeypatch)
     with cuda.running():
-        record = worker.run(
+        record = worker.train_here(
             Job("l2l", tiny(num_layers=2), device="cuda", steps=2, warmup=1), "", (), lambda event: None
         )
     assert record.status == status and f"CUDA error {code}" in record.reason
@@ -316,12 +316,12 @@ def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
         trace=str(file),
     )
     with cuda.running():
-        record = worker.run(job, "key", (), lambda event: None)
+        record = worker.train_here(job, "key", (), lambda event: None)
     assert record.status == "ok", record.evidence["traceback"]
     assert list(cuda.broken) == [] and "cap of the caching allocator" in record.limits["device"]
     assert record.losses == train_resident(job.workload, 5).losses and len(record.timed_seconds) == 4
     assert record.num_alloc_retries == 2 and set(record.peaks) == {"device_allocated", "device_reserved"}
-    assert len(read(file).steps) >= 2
+    assert len(read_timeline(file).steps) >= 2
 
 
 def test_a_gpus_kernel_is_compiled_before_the_first_step(
@@ -384,7 +384,7 @@ def test_a_run_in_fp32_does_not_compute_in_tf32(
         "switches" if by == "switches" else "resident", tiny(dtype=dtype), device="cuda", steps=2, warmup=0
     )
     with cuda.running():
-        record = worker.run(job, "", (tmp_path,), lambda event: None)
+        record = worker.train_here(job, "", (tmp_path,), lambda event: None)
     assert record.status == ("crash" if dtype == "fp32" else "ok"), record.evidence
     assert ("got TF32 by" in record.reason) is (dtype == "fp32")
 

@@ -193,7 +193,7 @@ def test_afterwards_torch_is_as_before() -> None:
 def _run_without_a_compiler() -> list[tuple]:
     sim.is_built = lambda: False
     jobs = [Job("l2l", tiny(), {}, Budget(device_bytes=size), "sim", 3, 1) for size in (2**19, 2**16)]
-    records = [worker.run(job, "key", (), lambda event: None) for job in jobs]
+    records = [worker.train_here(job, "key", (), lambda event: None) for job in jobs]
     return [(record.status, record.phase, record.limits.get("device"), record.peaks) for record in records]
 
 

@@ -62,7 +62,7 @@ MUTANTS = {
 def trained(method: str, options: dict | None = None, folders: tuple[Path, ...] = (), **changes) -> Record:
     workload = dataclasses.replace(WORKLOAD, **changes)
     job = Job(method, workload, options or {}, steps=STEPS, warmup=1)
-    record = worker.run(job, method, folders, lambda event: None)
+    record = worker.train_here(job, method, folders, lambda event: None)
     assert record.status == "ok", record.evidence
     return record
 

@@ -271,7 +271,7 @@ def test_fp16_takes_16_bytes_a_parameter_at_home() -> None:
 
 def recorded(method: str, folders: tuple[Path, ...] = (), **options: Any) -> Record:
     workload = overflowing(learning_rate=0.1, clip_norm=COMMITTED)
-    record = worker.run(
+    record = worker.train_here(
         Job(method, workload, options, steps=STEPS, warmup=1), method, folders, lambda event: None
     )
     assert record.status == "ok", record.evidence

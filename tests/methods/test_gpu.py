@@ -66,7 +66,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(workload: Workload, options: dict, folder: Path) -> Record:
     job = Job("stronghold", workload, options, device=DEVICE)
     prepare(job, folder, (), lambda event: None)
-    record = worker.run(job, "", (), lambda event: None)
+    record = worker.train_here(job, "", (), lambda event: None)
     assert record.status == "ok", record.evidence
     return record
 
@@ -102,7 +102,7 @@ torch.use_deterministic_algorithms(True)
 workload = Workload(6, 512, 8, 64, 4, vocab_size=512, dtype=sys.argv[2])
 with sdpa_kernel(SDPBackend.MATH):
     job = Job("stronghold", workload, {"placement": "W6"}, device=sys.argv[1])
-    record = worker.run(job, "", (), lambda event: None)
+    record = worker.train_here(job, "", (), lambda event: None)
 assert record.status == "ok", record.evidence
 print("BITS", hashlib.sha256(repr([record.losses, sorted(record.tensors.items())]).encode()).hexdigest())
 """

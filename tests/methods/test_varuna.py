@@ -17,7 +17,7 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import read_all
 from harness.plan.fit import resolve
-from harness.run.timeline import read
+from harness.run.timeline import read_timeline
 from methods.pipeline.schedule import SCHEDULES
 from tests.methods.pipeline.trainings import ABOVE, bits
 from tests.run.test_ranks import training_ranks
@@ -288,9 +288,9 @@ def test_the_door_trains_plans_and_traces_every_rank(tmp_path: Path) -> None:
     assert done.returncode == 0 and "gate passed" in done.stdout, done.stderr + done.stdout
     record = next(record for record in read_all(tmp_path)[0].values() if record.job.method == "varuna")
     assert record.machine["peak_rank"] in range(4) and len(record.predicted["stages"]) == 2
-    tracks = {span.track for span in read(tmp_path / "trace.json").spans}
+    tracks = {span.track for span in read_timeline(tmp_path / "trace.json").spans}
     assert {f"compute rank {rank}" for rank in range(4)} <= tracks
-    works = {span.work for span in read(tmp_path / "trace.json").spans}
+    works = {span.work for span in read_timeline(tmp_path / "trace.json").spans}
     assert {"forward", "recompute", "backward", "send activation", "send gradient"} <= works
     planned = cli.run("plan", *arguments[:-2])
     assert "stage 0, embedding" in planned.stdout and "stage 1" in planned.stdout

@@ -24,7 +24,7 @@ from harness.plan.fit import resolve
 from harness.run.place import OrderedJob
 from places.docker import memory_limit
 from places.kubernetes import CALL, LABEL, Kubernetes, PackedCode, files_named, packed
-from places.shared.pods import PodLog, named, state_of
+from places.shared.pods import PodLog, end_of_pod, state_of
 from places.shared.torchrun_node import meet
 from tests.run.test_ranks import SHARDED
 from tests.support import cli, tiny
@@ -150,7 +150,7 @@ def manifests(job: Job, has_jobsets: bool = False, **options: Any) -> dict[str, 
 @pytest.mark.parametrize("how", ENDS)
 def test_an_end_is_named_by_the_state_of_its_pod(how: str) -> None:
     status, expected, message = ENDS[how]
-    end = named(state_of(pod(status)), "step 3", 2**30, "harness:1")
+    end = end_of_pod(state_of(pod(status)), "step 3", 2**30, "harness:1")
     assert end.status == expected and message in end.reason, end
 
 

@@ -24,7 +24,7 @@ from harness.run.place import OrderedJob
 from methods.pipeline.launch.folder import read_lines
 from places.docker import PYTHON
 from places.shared.cluster import options_of
-from places.slurm import Options, Slurm, SlurmState, named
+from places.slurm import Options, Slurm, SlurmState, end_of_job
 from tests.run.test_ranks import MEETING, SHARDED, holders, training_ranks
 from tests.support import cli, tiny
 from tests.support.packages import still_running
@@ -318,4 +318,4 @@ def test_slurms_states_are_named_by_more_than_their_exit_codes() -> None:
         SlurmState("FAILED", "1:0", "n1"): "crash",
         SlurmState("COMPLETED", "0:0", "n1"): "crash",  # it left no record
     }
-    assert {state: named(state, "step 1", 0).status for state in ends} == ends
+    assert {state: end_of_job(state, "step 1", 0).status for state in ends} == ends

@@ -20,7 +20,7 @@ from harness.core.job import Job
 from harness.core.record import Record, read_all
 from harness.run.place import OrderedJob
 from places import torchrun
-from places.torchrun import Peer, Torchrun, accepted, connected, follow
+from places.torchrun import Peer, Torchrun, accepted, connected, follow_first_node
 from tests.support import cli, tiny
 from tests.support.ports import free_ports, own_ports
 from tests.support.tiny import TINY
@@ -61,7 +61,7 @@ def test_nodes_meet_in_their_order_and_a_stranger_is_none() -> None:
 
 def test_a_node_with_other_sources_refuses_the_order() -> None:
     first, other = map(Peer, socket.socketpair())
-    node = threading.Thread(target=follow, args=(other, 1, ()))
+    node = threading.Thread(target=follow_first_node, args=(other, 1, ()))
     node.start()
     assert first.hear()["node"] == 1
     order = OrderedJob(SPREAD, "key", Path("log")).order(())

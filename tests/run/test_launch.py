@@ -43,7 +43,7 @@ from harness.run.launch import (
     Deadline,
     Events,
     Start,
-    completed,
+    completed_record,
     environment,
     launch,
     unless_changed,
@@ -243,13 +243,13 @@ def test_code_that_a_run_executes_beyond_its_identity_is_on_record(tmp_path: Pat
 def test_a_run_that_begins_while_another_ends_leaves_its_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = executed_code.read
+    read = executed_code.read_notes
 
     def beside_another(notes: Path) -> list[executed_code.Executed]:
         scratch.remove_left()
         return read(notes)
 
-    monkeypatch.setattr(executed_code, "read", beside_another)
+    monkeypatch.setattr(executed_code, "read_notes", beside_another)
     assert "unlisted" not in Record.read(launch(TINY_JOB, lambda: "key", tmp_path)).software
 
 
@@ -366,7 +366,7 @@ import os, signal
 from pathlib import Path
 from harness.run import launch
 from harness.core.job import *
-launch.completed = lambda record, *facts: os.kill(os.getpid(), signal.SIGKILL)
+launch.completed_record = lambda record, *facts: os.kill(os.getpid(), signal.SIGKILL)
 launch.launch(Job("resident", {TINY!r}, steps=2, warmup=1), lambda: "key", Path({str(tmp_path)!r}))
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGKILL
@@ -410,10 +410,10 @@ def test_a_folder_of_a_run_whose_processes_were_killed_goes_with_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (used, held), (left, alone) = scratch.make(), scratch.make()
+    (used, held), (left, alone) = scratch.make_folder(), scratch.make_folder()
     (left / "file").touch()
     os.close(alone)
-    new, handle = scratch.make()
+    new, handle = scratch.make_folder()
     assert {*tmp_path.iterdir()} == {used, new}
     os.close(handle)
     os.close(held)
@@ -448,8 +448,8 @@ def test_a_run_killed_before_it_locked_its_folder_leaves_nothing_and_a_living_on
 
     monkeypatch.setattr(fcntl, "flock", meanwhile)
     with pytest.raises(SystemExit):
-        scratch.make()
-    folder, handle = scratch.make()
+        scratch.make_folder()
+    folder, handle = scratch.make_folder()
     assert {*tmp_path.iterdir()} == {folder}
     os.close(handle)
 
@@ -473,7 +473,7 @@ def test_whatever_an_import_raises_that_is_broken_off_is_no_crash(stopped: str, 
     record = Record(TINY_JOB, "key", "crash", "import", "ImportError: cannot import name")
     start, end = Start.now(TINY_JOB, "key", (), None), End("import", stopped=stopped)
     peaks = MemoryPeaks(os.getpid(), TINY_JOB, None)
-    assert completed(record, start, end, peaks, []).status == status
+    assert completed_record(record, start, end, peaks, []).status == status
 
 
 def test_an_event_whose_report_fails_costs_no_other() -> None:

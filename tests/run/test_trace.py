@@ -23,7 +23,17 @@ from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from harness.run import trace
 from harness.run.launch import launch
-from harness.run.timeline import Span, Timeline, common, length, read, share, steps, union, write
+from harness.run.timeline import (
+    Span,
+    Timeline,
+    common,
+    length,
+    read_timeline,
+    share,
+    steps,
+    union,
+    write_timeline,
+)
 from harness.run.trace import STEPS, Taking
 from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
 from papers.figures import profile
@@ -88,12 +98,12 @@ def test_a_trace_is_json_with_the_fields_that_viewers_need(traced: tuple[Path, R
 
 
 def test_spans_of_one_stream_or_thread_never_overlap(traced: tuple[Path, Record]) -> None:
-    assert_disjoint(read(traced[0]))
+    assert_disjoint(read_timeline(traced[0]))
 
 
 def test_the_steps_are_those_of_the_record(traced: tuple[Path, Record]) -> None:
     path, record = traced
-    steps = read(path).steps
+    steps = read_timeline(path).steps
     assert [step.work for step in steps] == [
         f"step {number}" for number in range(NUM_STEPS - STEPS + 1, NUM_STEPS + 1)
     ]
@@ -103,12 +113,13 @@ def test_the_steps_are_those_of_the_record(traced: tuple[Path, Record]) -> None:
 
 def test_a_layer_has_arrived_when_its_forward_pass_starts(traced: tuple[Path, Record]) -> None:
     if traced[1].job.method != "hydra":  # whose shards keep their weights from one turn to the next
-        assert_arrived(read(traced[0]), at_least=4)
+        assert_arrived(read_timeline(traced[0]), at_least=4)
 
 
 def test_the_disk_is_read_before_an_update_and_written_after_it(traced: tuple[Path, Record]) -> None:
     spans = sorted(
-        (span for span in read(traced[0]).spans if span.of == "layers.3"), key=lambda span: span.start
+        (span for span in read_timeline(traced[0]).spans if span.of == "layers.3"),
+        key=lambda span: span.start,
     )
     order = [span.work for span in spans if span.work in ("read", "update", "write")]
     if traced[1].job.method == "stronghold":
@@ -139,7 +150,10 @@ def test_a_method_that_tells_nothing_of_its_streams_is_named(tmp_path: Path) -> 
     assert [event["text"] for event in events if event["event"] == "warning"] == [
         "resident names no work on its streams: the trace holds its steps alone"
     ]
-    assert read(tmp_path / "trace.json").spans == [] and len(read(tmp_path / "trace.json").steps) == 2
+    assert (
+        read_timeline(tmp_path / "trace.json").spans == []
+        and len(read_timeline(tmp_path / "trace.json").steps) == 2
+    )
 
 
 def test_host_memory_is_told_of_whenever_its_taking_has_taken_twice_as_long(
@@ -186,8 +200,8 @@ def test_virtual_spans_are_in_order_too(virtual: VirtualRun) -> None:
 
 
 def test_a_virtual_trace_says_so_and_is_read_as_it_was_written(virtual: VirtualRun, tmp_path: Path) -> None:
-    write(virtual.timeline({"title": "by hand"}), tmp_path / "trace.json")
-    timeline = read(tmp_path / "trace.json")
+    write_timeline(virtual.timeline({"title": "by hand"}), tmp_path / "trace.json")
+    timeline = read_timeline(tmp_path / "trace.json")
     assert timeline.about == {"title": "by hand", "clock": "virtual"}
     assert len(timeline.spans) == len(virtual.spans) and [step.work for step in timeline.steps] == [
         "step 1",
@@ -199,7 +213,7 @@ def test_a_virtual_trace_says_so_and_is_read_as_it_was_written(virtual: VirtualR
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("{}")
     with pytest.raises(ValueError, match=r"trace.json: expected a trace of this harness"):
-        read(tmp_path / "trace.json")
+        read_timeline(tmp_path / "trace.json")
 
 
 def test_shares_by_hand() -> None:
@@ -256,7 +270,7 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
     (tmp_path / "traces").mkdir()
     path = tmp_path / "traces" / "overlap_demo.json"
     spans = [Span("compute", "forward", "", 0.0, 0.4), Span("inbound", "weights", "", 0.3, 0.6)]
-    write(Timeline(spans, steps([0.0, 1.0, 2.0], 1), {"clock": "sim", "title": "by hand"}), path)
+    write_timeline(Timeline(spans, steps([0.0, 1.0, 2.0], 1), {"clock": "sim", "title": "by hand"}), path)
     with pytest.raises(ValueError, match=r"got none; try ./run.sh case overlap --profile demo"):
         overlap.shown(DEMO.name, tmp_path, [])
     options = {"placement": "W4", "clipping": "deferred"}
@@ -264,7 +278,9 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
     measured: dict[str, Any] = {"losses": [5.0] * job.steps, "step_seconds": [1.0] * job.steps}
     record = Record(job, "key", "ok", clock="sim", gate=Gate("exact"), **measured)
     record.write(tmp_path / "log_1.json")
-    write(virtual.timeline({"title": "on h200"}), tmp_path / "traces" / "virtual_h200_48_deferred.json")
+    write_timeline(
+        virtual.timeline({"title": "on h200"}), tmp_path / "traces" / "virtual_h200_48_deferred.json"
+    )
 
     overlap.collect(DEMO, tmp_path, tmp_path / "out", "draw", lambda event: None)
     with (tmp_path / "out" / "overlap_demo.csv").open() as file:
@@ -285,7 +301,7 @@ def put_trace(folder: Path, at: Path = Path("results")) -> Record:
     (folder / "traces").mkdir(parents=True)
     spans = [Span("compute", "forward", "1", 0.0, 0.4), Span("inbound", "weights", "2", 0.3, 0.6)]
     about = {"clock": "sim", "title": f"stronghold disk={at}/states", "job": {"trace": str(at / where)}}
-    write(Timeline(spans, steps([0.0, 1.0, 2.0], 1), about), folder / where)
+    write_timeline(Timeline(spans, steps([0.0, 1.0, 2.0], 1), about), folder / where)
     options = {"placement": "W4", "clipping": "deferred"}
     job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(at / where))
     return measured(job, "traced")
@@ -312,5 +328,5 @@ def test_a_trace_that_is_gone_leaves_the_report_as_it_was(tmp_path: Path) -> Non
 
 
 def test_timelines_without_steps_are_written_too(tmp_path: Path) -> None:
-    write(Timeline([Span("compute", "forward", "", 1.0, 2.0)], [], {}), tmp_path / "trace.json")
-    assert [(span.start, span.end) for span in read(tmp_path / "trace.json").spans] == [(1.0, 2.0)]
+    write_timeline(Timeline([Span("compute", "forward", "", 1.0, 2.0)], [], {}), tmp_path / "trace.json")
+    assert [(span.start, span.end) for span in read_timeline(tmp_path / "trace.json").spans] == [(1.0, 2.0)]

@@ -79,7 +79,7 @@ LOSSES = {"later": torch.nn.Parameter(torch.tensor(1.0))}
 def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refused: str) -> None:
     (tmp_path / "tells.py").write_text(TELLS)
     job = Job("tells", TINY, {"how": how}, steps=4, warmup=1)
-    record = worker.run(job, "key", (tmp_path,), lambda event: None)
+    record = worker.train_here(job, "key", (tmp_path,), lambda event: None)
     assert (record.status, refused in record.reason) == ("crash" if refused else "ok", True), record.reason
     record.write(tmp_path / "log_record.json")
     str(Record.read(tmp_path / "log_record.json")).encode()
@@ -87,7 +87,7 @@ def test_a_method_does_not_choose_its_throughput(tmp_path: Path, how: str, refus
 
 def test_a_peak_in_processes_of_the_methods_own_is_on_record(tmp_path: Path) -> None:
     (tmp_path / "tells.py").write_text(TELLS)
-    record = worker.run(
+    record = worker.train_here(
         Job("tells", TINY, {"how": "own processes"}, steps=2, warmup=1),
         "key",
         (tmp_path,),
@@ -101,7 +101,9 @@ def test_a_method_that_yields_nothing_is_told_what_to_yield(tmp_path: Path) -> N
         TELLS.split("        waiting")[0].replace("class Tells", "class YieldsNone")
         + "        return Trained([])\n"
     )
-    record = worker.run(Job("yields-none", TINY, steps=4, warmup=1), "key", (tmp_path,), lambda event: None)
+    record = worker.train_here(
+        Job("yields-none", TINY, steps=4, warmup=1), "key", (tmp_path,), lambda event: None
+    )
     assert record.reason.startswith(
         "TypeError: expected train() to yield a Step for each batch, got Trained from it"
     )
@@ -114,5 +116,5 @@ def test_a_record_tells_the_cores_that_a_run_had_before_its_engine_pinned_it(
     monkeypatch.setattr(machine, "facts", functools.cache(machine.facts.__wrapped__))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     methods = write_ending(tmp_path, "os.sched_getaffinity = lambda pid: {0}")
-    record = worker.run(Job("ending", TINY, steps=2, warmup=1), "key", (methods,), lambda event: None)
+    record = worker.train_here(Job("ending", TINY, steps=2, warmup=1), "key", (methods,), lambda event: None)
     assert record.status == "ok" and record.machine["cores"] == 4

@@ -83,5 +83,5 @@ def _train(job: Job, key: str, folders: tuple[Path, ...], path: Path) -> list[di
     from harness.run import worker
 
     events: list[dict[str, Any]] = []
-    worker.run(job, key, folders, events.append).write(path)
+    worker.train_here(job, key, folders, events.append).write(path)
     return events
