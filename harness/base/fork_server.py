@@ -95,16 +95,15 @@ class Forked:
 
 def start(
     module: str,
-    output: int,
-    errors: int,
+    streams: tuple[int, int],
     environment: dict[str, str],
     kept: Iterable[int] = (),
     imports: Sequence[str] = IMPORTS,
 ) -> Forked:
     """Run the module's main() in a new fork, which has a session of its own; return without waiting for the fork.
 
-    `output`, `errors`: descriptors that become the fork's standard output and standard error. `environment`: all of the
-    fork's environment variables. `kept`: descriptors that keep their numbers in the fork. `imports`: modules that the
+    `streams`: descriptors that become the fork's standard output and standard error. `environment`: all of the fork's
+    environment variables. `kept`: descriptors that keep their numbers in the fork. `imports`: modules that the
     server has imported. Raises OSError if the server cannot be started.
     """
     reader, writer = os.pipe()
@@ -118,7 +117,7 @@ def start(
     }
     try:
         with of_server, open(reader, "rb") as stdin:
-            descriptors = [of_server.fileno(), folder, stdin.fileno(), output, errors, *kept]
+            descriptors = [of_server.fileno(), folder, stdin.fileno(), *streams, *kept]
             try:
                 socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], descriptors)
             except ConnectionError:  # the server was killed, so start another server

@@ -55,38 +55,53 @@ def interval_lines(
     if step % interval:
         return []
     load, seconds = job.workload, statistics.fmean(measured["step_seconds"][-interval:])
+    is_deepspeed = dialect == "deepspeed"
+    lines = [
+        _iteration_line(job, measured, seconds, is_deepspeed),
+        f"Effective Tera Flops per GPU: {load.flops_per_step / job.world_size / seconds / 1e12:.2f}"
+        f" and total parameters {_billions(load.num_params)} B",
+    ]
+    if is_deepspeed:
+        lines.append(_since_the_third_step(load.batch_size, measured["step_seconds"]))
+    else:
+        lines.append(
+            f"NumWorkers: {job.world_size}; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
+            f"  SamplesPerSecond: {load.batch_size / seconds}"
+        )
+    if peaks and step == interval:
+        lines.append(_memory_line(step, peaks, is_deepspeed))
+    if dialect == "plain":
+        for published, plain in PLAIN_WORDS.items():
+            lines = [line.replace(published, plain) for line in lines]
+    return lines
+
+
+def _iteration_line(job: Job, measured: dict[str, Any], seconds: float, is_deepspeed: bool) -> str:
+    """Return the line with the interval's loss. `seconds`: of an average step of the interval."""
+    load, step, interval = job.workload, len(measured["losses"]), interval_steps(job)
     norm = f" grad norm: {measured['grad_norms'][-1]:.3f} |" if measured["grad_norms"] else ""
     scale = measured["loss_scales"][-1] if measured["loss_scales"] else 1.0
     num_skipped = sum(number > step - interval for number in measured["skipped_steps"])
     losses = [loss for loss in measured["losses"][-interval:] if math.isfinite(loss)]
     loss = f" lm loss: {statistics.fmean(losses):.6E} |" if losses else ""
-    is_deepspeed = dialect == "deepspeed"
     scaling = "" if is_deepspeed else f" loss scale: {scale:.1f} |{norm}"
     batch = "" if is_deepspeed else f" global batch size: {load.batch_size:5d} |"
-    lines = [
+    return (
         f" iteration {step:8d}/{job.steps:8d} | elapsed time per iteration (ms): {seconds * 1000:.1f} |"
         f" learning rate: {load.learning_rate_at(step):.3E} |{batch}"
         f"{loss}{scaling}"
-        f" number of skipped iterations: {num_skipped:3d} | number of nan iterations: {interval - len(losses):3d} |",
-        f"Effective Tera Flops per GPU: {load.flops_per_step / job.world_size / seconds / 1e12:.2f}"
-        f" and total parameters {_billions(load.num_params)} B",
-        _since_the_third_step(load.batch_size, measured["step_seconds"])
-        if is_deepspeed
-        else f"NumWorkers: {job.world_size}; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
-        f"  SamplesPerSecond: {load.batch_size / seconds}",
-    ]
-    if peaks and step == interval:
-        allocated = peaks["device_allocated"] / 2**20
-        reserved = peaks.get("device_reserved", peaks["device_allocated"]) / 2**20
-        after = f"after {step} iterations" if is_deepspeed else f"[Rank 0] (after {step} iterations)"
-        lines.append(
-            f"{after} memory (MB) | allocated: {allocated} | max allocated: {allocated} |"
-            f" reserved: {reserved} | max reserved: {reserved}"
-        )
-    if dialect == "plain":
-        for published, plain in PLAIN_WORDS.items():
-            lines = [line.replace(published, plain) for line in lines]
-    return lines
+        f" number of skipped iterations: {num_skipped:3d} | number of nan iterations: {interval - len(losses):3d} |"
+    )
+
+
+def _memory_line(step: int, peaks: dict[str, int], is_deepspeed: bool) -> str:
+    allocated = peaks["device_allocated"] / 2**20
+    reserved = peaks.get("device_reserved", peaks["device_allocated"]) / 2**20
+    after = f"after {step} iterations" if is_deepspeed else f"[Rank 0] (after {step} iterations)"
+    return (
+        f"{after} memory (MB) | allocated: {allocated} | max allocated: {allocated} |"
+        f" reserved: {reserved} | max reserved: {reserved}"
+    )
 
 
 def _billions(num_params: int) -> str:

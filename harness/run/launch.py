@@ -79,14 +79,7 @@ def launch(
             try:
                 follow(child, events, peaks, deadline)
             finally:
-                if child.process.poll() is None:
-                    deadline.stopped = deadline.stopped or "interrupt"
-                executed = child.end(peaks)
-                events.feed(b"")  # the events after one at which `report` raised an error
-                end = observed_end(start, child, events, peaks, deadline)
-                record = completed_record(
-                    events.record or obituary(start, events, end), start, end, peaks, executed
-                )
+                record = conclude(start, child, events, peaks, deadline)
                 record = dataclasses.replace(record, is_timed=is_timed or not held.is_shared())
                 record = unless_changed(record, key)
                 record.write(path)
@@ -208,7 +201,8 @@ class Child:
         # took before. So a worker in a group is a new process, not a fork.
         if start.job.device != "cuda" and not start.wall:
             with contextlib.suppress(OSError):
-                return fork_server.start(module, log.fileno(), log.fileno(), variables, descriptors).started()
+                streams = log.fileno(), log.fileno()
+                return fork_server.start(module, streams, variables, descriptors).started()
         return subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -350,6 +344,16 @@ def follow(child: Child, events: Events, peaks: MemoryPeaks, deadline: Deadline)
         raise broken_pipe
     if is_interrupted:
         raise KeyboardInterrupt
+
+
+def conclude(start: Start, child: Child, events: Events, peaks: MemoryPeaks, deadline: Deadline) -> Record:
+    """End the child, and return the job's record."""
+    if child.process.poll() is None:
+        deadline.stopped = deadline.stopped or "interrupt"
+    executed = child.end(peaks)
+    events.feed(b"")  # the events after one at which `report` raised an error
+    end = observed_end(start, child, events, peaks, deadline)
+    return completed_record(events.record or obituary(start, events, end), start, end, peaks, executed)
 
 
 def observed_end(

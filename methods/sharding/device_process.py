@@ -81,7 +81,9 @@ class Process:
         near_end, far_end = socket.socketpair()
         with far_end:
             imports = (module, "torch._dynamo")
-            self.process = fork_server.start(__name__, 1, 2, child_environment(), [far_end.fileno()], imports)
+            self.process = fork_server.start(
+                __name__, (1, 2), child_environment(), [far_end.fileno()], imports
+            )
             print(far_end.fileno(), file=self.process.stdin, flush=True)
         self.connection = Connection(near_end.detach())
         self.connection.send(num_known_splits | {"authkey": bytes(num_known_splits["authkey"])})

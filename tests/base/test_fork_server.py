@@ -58,7 +58,7 @@ def ended(folder: Path, environment: dict[str, str], first: str = "pass", read: 
     """The exit code of a worker, and its log."""
     (folder / "forked_module.py").write_text(MODULE.format(first=first, read=read))
     with open(folder / "log", "w") as log:
-        worker = fork_server.start("forked_module", log.fileno(), log.fileno(), environment)
+        worker = fork_server.start("forked_module", (log.fileno(), log.fileno()), environment)
         worker.stdin.write("a line\n")
         worker.stdin.close()
         return worker.wait(), (folder / "log").read_text()
@@ -104,7 +104,7 @@ def test_descriptors_keep_their_numbers(folder: Path, environment: dict[str, str
     writes = "; ".join(f"os.write({number}, b'{name}')" for number, name in zip(numbers, "abc", strict=True))
     (folder / "forked_module.py").write_text(MODULE.format(first=writes, read=1))
     with open(folder / "log", "w") as log:
-        worker = fork_server.start("forked_module", log.fileno(), log.fileno(), environment, numbers)
+        worker = fork_server.start("forked_module", (log.fileno(), log.fileno()), environment, numbers)
     worker.stdin.close()
     for number in numbers:
         os.close(number)
@@ -114,7 +114,7 @@ def test_descriptors_keep_their_numbers(folder: Path, environment: dict[str, str
 def test_a_fork_holds_no_descriptor_of_another(folder: Path, environment: dict[str, str]) -> None:
     (folder / "waits.py").write_text("import sys\nmain = sys.stdin.read\n")
     with open(folder / "first", "w") as log:
-        waits = fork_server.start("waits", log.fileno(), log.fileno(), environment).started()
+        waits = fork_server.start("waits", (log.fileno(), log.fileno()), environment).started()
     _, log = ended(folder, environment, "print(sorted(map(int, os.listdir('/proc/self/fd'))))")
     waits.stdin.close()
     assert waits.wait() == 0 and log.splitlines()[0] == "[0, 1, 2, 3]"  # the last is of listdir()

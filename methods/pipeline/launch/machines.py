@@ -114,7 +114,7 @@ class Remote:
             self.process: subprocess.Popen[str] | fork_server.Forked
             if is_this_machine(line.address):
                 self.process = fork_server.start(
-                    AGENT, writing, errors.fileno(), child_environment(), (), IMPORTS
+                    AGENT, (writing, errors.fileno()), child_environment(), (), IMPORTS
                 )
             else:
                 self.process = subprocess.Popen(
