@@ -48,14 +48,14 @@ def test_without_torchrun_one_line_says_how(tmp_path: Path) -> None:
 
 
 def test_nodes_meet_in_their_order_and_a_stranger_is_none() -> None:
-    port, peers = free_ports(1)[0], list[Peer]()
-    meeting = threading.Thread(target=lambda: peers.extend(accepted("127.0.0.1", port, 2)))
+    port, accepted_peers = free_ports(1)[0], list[Peer]()
+    meeting = threading.Thread(target=lambda: accepted_peers.extend(accepted("127.0.0.1", port, 2)))
     meeting.start()
     peers = [connected("127.0.0.1", port) for _ in range(3)]
     for peer, node in zip(peers, (7, 2, 1), strict=True):
         peer.tell({"node": node, "host": f"host-{node}"})
     meeting.join()
-    assert [peer.host for peer in peers] == ["host-1", "host-2"]
+    assert [peer.host for peer in accepted_peers] == ["host-1", "host-2"]
     assert peers[0].hear() == {}  # its connection was closed
 
 
