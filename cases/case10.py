@@ -55,7 +55,7 @@ class ReleaseMap(Case):
             cells.setdefault(cell, []).append(record)
         names = list(ROWS)
         in_order = sorted(cells, key=lambda cell: (names.index(cell[0]), order(cell[1])))
-        return [_row(name, release, cells[name, release]) for name, release in in_order]
+        return [_cell_row(name, release, cells[name, release]) for name, release in in_order]
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
         return _case10_figure.figure(rows, note)
@@ -101,7 +101,7 @@ def _by_installed(job: Job) -> Job:
     return replace(job, options=dataclasses.asdict(method.create(job.method, options)))  # type: ignore[call-overload]
 
 
-def _row(name: str, release: str, records: Sequence[Record]) -> FigureRow:
+def _cell_row(name: str, release: str, records: Sequence[Record]) -> FigureRow:
     """Return the row of a cell: that of its newest result or, without one, of its newest record."""
     newest = next((record for record in reversed(records) if record.is_result), records[-1])
     row, gate = row_of(ReleaseMap.metric, [newest]), newest.gate

@@ -158,7 +158,11 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
         return []
     rows = [row_of(METRIC, repeats) for repeats in measured]
     worst = next((one for one in rows if not one.valid), rows[0])
-    values = [speed for repeats in zip(*measured, strict=False) if (speed := _speed(repeats)) is not None]
+    values = [
+        speed
+        for repeats in zip(*measured, strict=False)
+        if (speed := _speed_one_after_another(repeats)) is not None
+    ]
     low, high = interval(values)
     scatters = [one.scatter for one in rows if one.scatter is not None]
     return [
@@ -177,7 +181,7 @@ def _one_after_another(alone: list[Job], records: Sequence[Record]) -> list[Figu
     ]
 
 
-def _speed(records: Sequence[Record]) -> float | None:
+def _speed_one_after_another(records: Sequence[Record]) -> float | None:
     """Return the samples per second of models that train one after another on equally many samples, each with its own
     batch size; None if a record has no step time.
     """

@@ -5,7 +5,7 @@ A timeline shows the device's compute, the copies in and out, and the host's upd
 which share of the step copies and updates are hidden (they run while the device computes), and in which share they are
 exposed (the device waits). The first timeline is a trace of a real run; the virtual timelines run the same code on
 simulated machines (harness/simulation) and measure nothing. This figure is in no paper, and `case all` leaves it out.
-main() runs the jobs, writes the table and draws; reports call the same functions.
+collect() runs the jobs, writes the table and draws; reports call the same functions.
 """
 
 from __future__ import annotations

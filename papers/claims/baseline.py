@@ -130,7 +130,10 @@ def hold(new: Sequence[Record], old: Sequence[Record]) -> Held:
 def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
     """Return whether a record trains like the baseline's (SAME_BITS, SAME, OTHERWISE or UNKNOWN), and why."""
     if new.status != old.status:
-        return OTHERWISE, f"ended as {new.status}{_reason(new)}, the baseline's as {old.status}{_reason(old)}"
+        return (
+            OTHERWISE,
+            f"ended as {new.status}{_end_text(new)}, the baseline's as {old.status}{_end_text(old)}",
+        )
     if new.status != "ok":
         return SAME, f"both ended as {new.status}"
     if old.gate.passed and not new.gate.passed:
@@ -151,7 +154,7 @@ def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
     return {"exact": SAME_BITS, "tolerance": SAME, "failed": OTHERWISE}.get(gate.verdict, UNKNOWN), gate.text
 
 
-def _reason(record: Record) -> str:
+def _end_text(record: Record) -> str:
     return f" ({record.reason})" if record.reason else ""
 
 

@@ -31,10 +31,10 @@ KINDS = (
 def sentences(records: Sequence[Record], findings: Sequence[Finding], machines: Sequence[str]) -> list[str]:
     """Return the two sentences. `machines`: a text for each machine that made a run; empty if all records are imported
     logs."""
-    return [_measured(records, machines), _judged(findings)]
+    return [_runs_sentence(records, machines), _claims_sentence(findings)]
 
 
-def _measured(records: Sequence[Record], machines: Sequence[str]) -> str:
+def _runs_sentence(records: Sequence[Record], machines: Sequence[str]) -> str:
     runs = [record for record in records if record.origin == "run"]
     shown = runs or list(records)
     clocks = dict.fromkeys(plot.CLOCKS.get(record.clock, record.clock) for record in runs)
@@ -60,7 +60,7 @@ def _has_failed(record: Record) -> bool:
     return record.status == "ok" and record.gate.verdict == "failed"
 
 
-def _judged(findings: Sequence[Finding]) -> str:
+def _claims_sentence(findings: Sequence[Finding]) -> str:
     parts = []
     for verdicts, one, several in KINDS:
         texts = [_headline(finding.claim.text) for finding in findings if finding.verdict in verdicts]

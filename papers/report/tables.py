@@ -211,10 +211,10 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
 def row_table(caption: str, rows: Sequence[FigureRow], entries: Sequence[Entry]) -> DataFrame:
     """Return a table of a figure's rows, ours and the published ones. Rows whose metric is not in METRICS are left
     out."""
-    return table(caption, [_row(row, entries) for row in rows if row.metric in METRICS])
+    return table(caption, [_figure_row(row, entries) for row in rows if row.metric in METRICS])
 
 
-def _row(row: FigureRow, entries: Sequence[Entry]) -> dict[str, Cell | str]:
+def _figure_row(row: FigureRow, entries: Sequence[Entry]) -> dict[str, Cell | str]:
     has_ended = row.status != "ok"
     trained = Cell("passed" if row.valid else "FAILED THE GATE", look=GOOD if row.valid else BAD)
     if has_ended:
