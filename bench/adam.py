@@ -33,8 +33,8 @@ from harness.plan.resources import UPDATE_BYTES
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
-from methods.streaming.layer_state import Home, LayerState
-from methods.streaming.starting_values import draw
+from methods.streaming.layer_state import LayerState
+from methods.streaming.starting_values import draw_states
 
 FACTOR = torch.tensor(0.5)
 COPY_BYTES = 2**29  # more than any cache holds
@@ -46,7 +46,7 @@ def ours(device: Device, layer: Workload) -> tuple[Callable[[], None], Callable[
     """Return two functions: the first starts a layer's update on the threads that training uses; the second returns
     True if the update is over.
     """
-    state = LayerState.of_model(device, layer, 0, Home(on_host=True))
+    state = LayerState.of_model(device, layer, 0, host=True)
     state.grads.normal_()
     state.landed = device.outbound.record_event()
 
@@ -121,8 +121,8 @@ def launches(device: Device, layer: Workload, rounds: int) -> tuple[list[float],
     The two kinds of passes alternate.
     """
     tiny = Workload(num_layers=1, hidden_size=16, num_heads=1, batch_size=1, seq_len=4, dtype=layer.dtype)
-    launched = LayerState.of_model(device, tiny, 0, Home(on_host=False))
-    draw([launched], tiny)
+    launched = LayerState.of_model(device, tiny, 0, host=False)
+    draw_states([launched], tiny)
     launched.bind(launched.current.weights)
     xs = [(torch.randn(1, 4, 16, dtype=DTYPES[layer.dtype]).requires_grad_(),)]
     layers = [ours(device, layer) for _ in range(NUM_UPDATES)]

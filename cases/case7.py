@@ -221,7 +221,7 @@ def _trace(morph_seconds: float) -> Iterator[FigureRow]:
     """Yield rows over the trace's hours: the number of machines, then the samples per second if the job morphs at each
     change, and if it restarts.
     """
-    trace = machine_trace.synthetic(HOURS, MACHINES, THERE_HOURS, SEED)
+    trace = machine_trace.drawn_trace(HOURS, MACHINES, THERE_HOURS, SEED)
     for change in trace:
         yield replace(SIMULATED, metric="machines", value=float(change.num_machines), x=change.seconds / 3600)
     for name, is_told, pause_seconds in (

@@ -67,15 +67,15 @@ class L2L(Method):
         from methods.shared.loss_scale import LossScale
         from methods.streaming.embedding_and_head import ends_of
         from methods.streaming.layer_kinds import send_boundaries_home
-        from methods.streaming.layer_state import Home, LayerState
+        from methods.streaming.layer_state import LayerState
         from methods.streaming.slot import GradientRoom, Slot
-        from methods.streaming.starting_values import draw
+        from methods.streaming.starting_values import draw_states
         from methods.streaming.update_rules import update_at_once
 
         with Device(device, num_update_threads(device), self.world_size) as gpu:
             ends, depth = ends_of(gpu, workload, self.ends, waits=True), range(workload.num_layers)
-            layers = [LayerState.of_model(gpu, workload, i, Home(on_host=True)) for i in depth]
-            draw(layers, workload)
+            layers = [LayerState.of_model(gpu, workload, i, host=True) for i in depth]
+            draw_states(layers, workload)
             if self.activations == "host":
                 send_boundaries_home(layers, workload.boundary_bytes // self.world_size)
             slot, gradients, scale = Slot(layers[0]), GradientRoom(layers[0]), LossScale(workload)

@@ -26,7 +26,7 @@ from methods.offload import adamw_cuda, adamw_kernel
 from methods.shared.memory_needs import describe
 from methods.shared.method_options import DISK, RANKS
 from methods.streaming.placement.choice import PlacementChoice
-from methods.streaming.placement.placement import parse, shrink, text_of
+from methods.streaming.placement.placement import parse, placement_text, shrink
 
 
 def __getattr__(name: str) -> object:
@@ -110,7 +110,7 @@ class Stronghold(Method):
         )
         twin = shrink(kinds, twin_layers)
         if self.placement is not None:
-            options["placement"] = text_of(twin)
+            options["placement"] = placement_text(twin)
         if self.resident_layers is not None:
             options["resident_layers"] = twin.count("R")
         if self.window_size is not None:

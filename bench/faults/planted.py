@@ -105,7 +105,7 @@ class Loop:
     def run(self, batches: Any) -> Training:
         import torch
 
-        from methods.shared.roundings import named
+        from methods.shared.roundings import rounding_of
 
         if self.how.dropout_seed:
             torch.manual_seed(self.how.dropout_seed)
@@ -115,7 +115,7 @@ class Loop:
                 for patch in self.patches:
                     stack.enter_context(patch())
                 loss = (
-                    named(self.how.rounding)(self.backward, inputs, targets)
+                    rounding_of(self.how.rounding)(self.backward, inputs, targets)
                     if self.how.rounding
                     else self.backward(inputs, targets)
                 )

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.devices import streams as streams_of
-from harness.simulation.watched_ops import Memories, Memory, Op, attributes, tensors
+from harness.simulation.watched_ops import Memories, Memory, Op, attributes, tensors_in
 
 DEVICE = "cpu:0"  # stands for the device in the watched code, where plain "cpu" is the host
 
@@ -174,7 +174,7 @@ class FakeStreams:
         """Name the memories, streams and threads that an object has as attributes; each gets the name of its attribute,
         with `prefix` before it."""
         for attribute, value in attributes(owner):
-            for tensor in tensors(value):
+            for tensor in tensors_in(value):
                 memory = self.memories.of(tensor)
                 memory.name = memory.name or prefix + attribute
             if isinstance(value, Stream):

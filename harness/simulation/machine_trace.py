@@ -28,7 +28,7 @@ class MachineSpan(NamedTuple):
     samples_per_second: float  # counts only samples of steps that are not repeated later
 
 
-def synthetic(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
+def drawn_trace(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
     """Draw a trace of `hours` in which each of `most` machines is present and absent in turns.
 
     Each duration is drawn from an exponential distribution. Its mean is `mean_hours` while the machine is present, and

@@ -36,7 +36,7 @@ from harness.plan.resources import parts_sent, sum_sent
 from harness.run.timeline import Span, Timeline, steps, write_timeline
 from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
-from harness.simulation.watched_ops import Memory, Op, tensors
+from harness.simulation.watched_ops import Memory, Op, tensors_in
 
 aten = torch.ops.aten
 # Torch has FLOP formulas for CUDA's attention kernels. The CPU's kernels take their arguments in the same order.
@@ -177,7 +177,7 @@ def updated_params(op: Op) -> int:
     torch."""
     if op.name not in UPDATES:
         return 0
-    return sum(tensor.numel() for tensor in tensors(op.arguments[UPDATES[op.name]]))
+    return sum(tensor.numel() for tensor in tensors_in(op.arguments[UPDATES[op.name]]))
 
 
 def flops_of(op: Op) -> float:
@@ -187,7 +187,7 @@ def flops_of(op: Op) -> float:
     formula = flop_registry.get(ATTENTION.get(packet, packet))
     if formula is None:
         return 0.0
-    flops: float = formula(*tensors(list(op.arguments.values())), out_val=op.result)
+    flops: float = formula(*tensors_in(list(op.arguments.values())), out_val=op.result)
     return flops / 2 if op.arguments.get("is_causal") else flops
 
 
@@ -267,7 +267,7 @@ class VirtualWorkers(Pool):
 
 
 @contextmanager
-def one_of(num_ranks: int) -> Iterator[None]:
+def first_rank_of(num_ranks: int) -> Iterator[None]:
     """Let this process be the first of `num_ranks` ranks. The other ranks do not exist, so collectives move no data."""
     if num_ranks == 1:
         yield
@@ -289,7 +289,7 @@ def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, ste
     )
     num_ranks = getattr(method, "world_size", 1)
     clock = VirtualTime(machine, num_ranks)
-    with one_of(num_ranks), watching(clock, machine.num_workers) as streams:
+    with first_rank_of(num_ranks), watching(clock, machine.num_workers) as streams:
         spans = Spans(streams)
         streams.span = spans.span
         workers = VirtualWorkers(streams, clock, machine.num_workers, spans)

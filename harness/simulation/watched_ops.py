@@ -116,11 +116,15 @@ class Memories:
         name, (names, written) = func.overloadpacket.__name__, _arguments_of(func)
         arguments = dict(zip(names, args, strict=False)) | kwargs
         unread = written if name in OVERWRITES else ()
-        writes = [tensor for key in arguments if key in written for tensor in tensors(arguments[key])]
-        reads = [tensor for key in arguments if key not in unread for tensor in tensors(arguments[key])]
+        reads, writes = list[Tensor](), list[Tensor]()
+        for key, value in arguments.items():
+            if key in written:
+                writes += tensors_in(value)
+            if key not in unread:
+                reads += tensors_in(value)
         storages = {id(tensor.untyped_storage()) for tensor in reads + writes}
-        fresh = [tensor for tensor in tensors(result) if id(tensor.untyped_storage()) not in storages]
-        if tensors(result) and not writes and not fresh:
+        fresh = [tensor for tensor in tensors_in(result) if id(tensor.untyped_storage()) not in storages]
+        if tensors_in(result) and not writes and not fresh:
             return Op(func, arguments, result, [])
         is_host = bool(storages) and all(self.of(tensor).is_host for tensor in reads + writes)
         for tensor in fresh:
@@ -140,7 +144,7 @@ class Memories:
         return Access(self.of(tensor), start, start + (reach + 1) * size, tensor.numel() * size, is_write)
 
 
-def tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in an argument or a result, which may be a list, without empty tensors and those that have no
     memory."""
     leaves = value if isinstance(value, (list, tuple)) else [value]

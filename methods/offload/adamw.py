@@ -114,12 +114,12 @@ def update(
         return
     for run in runs:
         start, stop = run[0].start, run[-1].stop
-        block = _copied(source, target, start, stop)
+        block = _block_to_update(source, target, start, stop)
         pieces = [Piece(piece.start - start, piece.stop - start, piece.group) for piece in run]
         _update_by_torch(grads[start:stop].float(), block, pieces, step, factor)
 
 
-def _copied(source: State, target: State, start: int, stop: int) -> State:
+def _block_to_update(source: State, target: State, start: int, stop: int) -> State:
     """Return the elements [start, stop) of the target, after a copy of the source's if these are two states."""
     block = target.cut(start, stop)
     if target.weights is not source.weights:
@@ -147,8 +147,8 @@ def takes_one_pass(state: State, device: str) -> bool:
     """Return whether this project's compiled kernel updates this state on this device. On a GPU the kernel takes only
     split states, whose master is stored in two halves; torch's kernel updates all other states."""
     if device == "cuda":
-        return state.is_split and adamw_cuda.load() is not None
-    return adamw_kernel.load() is not None
+        return state.is_split and adamw_cuda.compiled_kernel() is not None
+    return adamw_kernel.compiled_library() is not None
 
 
 def _update_by_torch(

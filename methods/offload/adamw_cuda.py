@@ -28,15 +28,15 @@ def describe() -> str:
     return "joined and split again, since NVRTC compiled no kernel" if _failed else "in one pass"
 
 
-def load() -> Any:
+def compiled_kernel() -> Any:
     """Return the kernel for the current device; None if torch cannot compile it."""
     import torch
 
-    return _load(torch.cuda.current_device())
+    return _compiled_for(torch.cuda.current_device())
 
 
 @functools.cache
-def _load(device_index: int) -> Any:
+def _compiled_for(device_index: int) -> Any:
     import torch
     from torch.utils import cpp_extension
 
@@ -58,7 +58,7 @@ def _load(device_index: int) -> Any:
         cpp_extension.CUDA_HOME = toolkit
 
 
-def run(
+def update_on_gpu(
     grads: Any,
     source: list[Any],
     target: list[Any],
@@ -70,11 +70,11 @@ def run(
     num_threads: int,
     deadline: int,
 ) -> None:
-    """Queue an update on the current CUDA stream. Takes the arguments of adamw_kernel.run(); `num_threads` and
-    `deadline` have no effect here."""
+    """Queue an update on the current CUDA stream. Takes the arguments of adamw_kernel.update_on_host(); `num_threads`
+    and `deadline` have no effect here."""
     pieces = _on_device(tuple(table), grads.device)
     longest = max(stop - start for start, stop in zip(table[::3], table[1::3], strict=True))
-    load()(
+    compiled_kernel()(
         grid=(min(MOST_BLOCKS, -(-longest // (NUM_THREADS * AT_ONCE))), len(table) // 3, 1),
         block=(NUM_THREADS, 1, 1),
         args=[

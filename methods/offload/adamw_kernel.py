@@ -35,21 +35,21 @@ def build() -> None:
 
 
 @functools.cache
-def load() -> ctypes.CDLL | None:
+def compiled_library() -> ctypes.CDLL | None:
     """Return the compiled kernel; None if it is not built."""
     return ctypes.CDLL(str(LIBRARY.path)) if LIBRARY.is_built else None
 
 
 def widest_path() -> int:
     """Return the index in PATHS of the widest vector instructions that this processor has. The kernel must be built."""
-    library = load()
+    library = compiled_library()
     assert library is not None
     return int(library.adamw_widest_path())
 
 
 def describe(dtype: str) -> str:
     """Describe the host's optimizer, for the fairness table."""
-    if load():
+    if compiled_library():
         return f"AdamW in one pass ({PATHS[widest_path()]}), host"
     return "torch AdamW, fused, host" if dtype == "fp32" else "torch AdamW, fused, in blocks, host"
 
@@ -62,7 +62,7 @@ def factors(settings: Sequence[float], number: int) -> tuple[float, ...]:
     return decay, 1 - beta1, beta2, 1 - beta2, bias2_sqrt, epsilon, -(learning_rate / (1 - beta1**number))
 
 
-def run(
+def update_on_host(
     grads: Any,
     source: list[Any],
     target: list[Any],
@@ -81,7 +81,7 @@ def run(
     three numbers for each piece of a tensor: start, stop, and 1 if the piece has weight decay. Among simultaneous calls
     with the same number of threads the one with the lowest deadline goes first. The GIL is released during the step.
     """
-    library, scaled_by = load(), scale if factor is None else scale * float(factor)
+    library, scaled_by = compiled_library(), scale if factor is None else scale * float(factor)
     assert library is not None
     numbers = (scaled_by, *factors(settings, number))
     library.adamw(

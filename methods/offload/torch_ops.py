@@ -68,11 +68,11 @@ def _pages(file: Tensor, slab: Tensor) -> tuple[memoryview, int, int]:
 
 
 for _name, _operation in (
-    ("adamw", adamw_kernel.run),
+    ("adamw", adamw_kernel.update_on_host),
     ("reserve", reserve),
     ("read", read),
     ("write", write),
 ):
     _library.impl(_name, _operation, "CPU")
     _library.impl(_name, lambda *args: None, "Meta")  # for tensors without memory
-_library.impl("adamw", adamw_cuda.run, "CUDA")
+_library.impl("adamw", adamw_cuda.update_on_gpu, "CUDA")

@@ -31,9 +31,9 @@ class Rounded(Method):
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from methods.resident import ReferenceModel
-        from methods.shared.roundings import named
+        from methods.shared.roundings import rounding_of
 
-        models = [ReferenceModel(workload, device, named(name)) for name in self.names.split(",")]
+        models = [ReferenceModel(workload, device, rounding_of(name)) for name in self.names.split(",")]
         steps: list[list[Step]] = [[] for _ in models]
         for number, (inputs, targets) in enumerate(batches, start=1):
             for model_steps, model in zip(steps, models, strict=True):

@@ -107,16 +107,16 @@ class ModuleWatch:
     def change(self, before: ModuleState) -> str:
         """Return what has changed since state() returned `before`; "": nothing."""
         tensors = self._tensors()
-        if not _same(tensors, before.tensors):
+        if not _are_identical(tensors, before.tensors):
             return "a buffer or parameter"
         if (marks := self._marks(tensors)) != before.marks:
             return self._name([old != new for old, new in zip(before.marks, marks, strict=True)])
-        if not _same([*chain(*before.attributes)], [*chain(*self._compared())]):
+        if not _are_identical([*chain(*before.attributes)], [*chain(*self._compared())]):
             for (prefix, _), values, now in zip(self.named, before.attributes, self.attributes, strict=True):
-                if key := _differing(values, self._own(now)):
+                if key := _differing_attribute(values, self._own(now)):
                     return f"attribute {f'{prefix}.{key}'.lstrip('.')}"
         for (name, value), items in zip(self.containers, before.contents, strict=True):
-            if not _same(_items(value), items):
+            if not _are_identical(_items(value), items):
                 return name
         if changed := [name for name, tensor, version in before.versions if tensor._version != version]:
             return changed[0]
@@ -134,14 +134,14 @@ class ModuleWatch:
 
     def _compared(self) -> list[list[Any]]:
         """Return the values of each module's attributes that are compared."""
-        return _values(self.attributes)
+        return _dict_values(self.attributes)
 
     def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return those of a module's attributes that are compared."""
         return attributes
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for tensor in chain(*_values(self.tables)) if tensor is not None]
+        return [tensor for tensor in chain(*_dict_values(self.tables)) if tensor is not None]
 
     def _marks(self, tensors: list[Tensor]) -> list[Any]:
         memory = map(Tensor.data_ptr if OF_TORCH.issuperset(map(type, tensors)) else _storage, tensors)
@@ -177,7 +177,7 @@ class RecomputeWatch(ModuleWatch):
         return [(kind, prefix, table) for kind, prefix, table in super()._kinds() if kind == "buffer"]
 
     def _compared(self) -> list[list[Any]]:
-        return _values([*map(self._own, self.attributes)])
+        return _dict_values([*map(self._own, self.attributes)])
 
     def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in attributes.items() if isinstance(value, PLAIN)}
@@ -246,11 +246,11 @@ def _node(tensor: Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
-def _same(before: list[Any], now: list[Any]) -> bool:
+def _are_identical(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
-def _values(dicts: Sequence[dict[str, Any]]) -> list[list[Any]]:
+def _dict_values(dicts: Sequence[dict[str, Any]]) -> list[list[Any]]:
     return [*map(list, map(dict.values, dicts))]
 
 
@@ -290,9 +290,9 @@ def _generators(values: list[Any]) -> list[Any]:
     return generators
 
 
-def _differing(before: list[Any], now: dict[str, Any]) -> str:
+def _differing_attribute(before: list[Any], now: dict[str, Any]) -> str:
     """Return the first attribute that is not as before; "": all are."""
-    if _same(before, list(now.values())):
+    if _are_identical(before, list(now.values())):
         return ""
     for key, old, new in zip(now, before, now.values(), strict=False):
         is_equal = type(old) is type(new) and isinstance(new, PLAIN) and old == new

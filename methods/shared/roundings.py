@@ -3,7 +3,7 @@ only.
 
 The gate's probe trains the reference with some of these roundings (ROUNDINGS in harness/gate/probe.py). The distance of
 these trainings from the reference measures the effect of rounding. bench/gate_power.py tries the gate on the other
-roundings. To add a rounding, write one function with the decorator _add or _kernel.
+roundings. To add a rounding, write one function with the decorator _register or _kernel.
 
 Shapes: B batch, T tokens, D hidden, N rows.
 """
@@ -38,7 +38,7 @@ Rounding = Callable[[Backward, Tensor, Tensor], Tensor]
 ROUNDINGS: dict[str, Rounding] = {}
 
 
-def named(name: str) -> Rounding:
+def rounding_of(name: str) -> Rounding:
     """Return the rounding of this name. Raises ValueError for an unknown name."""
     if name not in ROUNDINGS:
         raise ValueError(
@@ -47,7 +47,7 @@ def named(name: str) -> Rounding:
     return ROUNDINGS[name]
 
 
-def _add(rounding: Rounding) -> Rounding:
+def _register(rounding: Rounding) -> Rounding:
     ROUNDINGS[rounding.__name__.replace("_", "-")] = rounding  # type: ignore[attr-defined]
     return rounding
 
@@ -62,7 +62,7 @@ def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 return backward(inputs, targets)
 
         rounding.__name__ = function.__name__
-        _add(rounding)
+        _register(rounding)
         return function
 
     return add
@@ -78,12 +78,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-@_add
+@_register
 def single_samples(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
     return backward(inputs, targets, len(inputs))
 
 
-@_add
+@_register
 def samples_reversed(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
     return backward(inputs.flip(0), targets.flip(0))
 
@@ -115,19 +115,19 @@ def plain_attention(
     return attended(query, key, value, scale=_scale(options))
 
 
-@_add
+@_register
 def head_in_blocks(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
     """Compute the head and the loss for one block of tokens after another."""
     with replaced(gpt, "NUM_LOGITS", BLOCK_LOGITS):
         return backward(inputs, targets)
 
 
-@_add
+@_register
 def two_parts(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
     return backward(inputs, targets, len(inputs) if len(inputs) % 2 else 2)  # parts of equal sizes
 
 
-@_add
+@_register
 def samples_rotated(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
     return backward(inputs.roll(1, 0), targets.roll(1, 0))
 

@@ -75,7 +75,8 @@ class Boundary:
         self.kept = room = self.slot.take(places[-1][1] if places else 0)
         parts = iter([room[start:end] for start, end in places])
         kept = [
-            tuple(_copied(next(parts), tensor) if _travels(tensor) else tensor for tensor in x) for x in xs
+            tuple(_kept_in_slot(next(parts), tensor) if _travels(tensor) else tensor for tensor in x)
+            for x in xs
         ]
         if self.above:
             self._grow(len(room))
@@ -133,7 +134,7 @@ def _travels(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, nn.Parameter)
 
 
-def _copied(part: Tensor, x: Tensor) -> Tensor:
+def _kept_in_slot(part: Tensor, x: Tensor) -> Tensor:
     """Return a copy of x in this part of a slot, with x's strides if they leave no gaps. The copy is returned through
     `.data`, so that autograd does not notice when other layers overwrite the slot."""
     room = part[: x.nbytes].view(x.dtype)

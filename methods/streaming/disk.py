@@ -38,7 +38,7 @@ class File:
         with suppress(OSError):  # the file system has no O_DIRECT
             self.direct = os.fdopen(os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0)), "r+b", buffering=0)
         os.unlink(path)
-        with named(folder):
+        with naming_folder(folder):
             torch.ops.harness.reserve(self.at(0), num_bytes)
 
     def at(self, start: int) -> Tensor:
@@ -48,7 +48,7 @@ class File:
 
 
 @contextmanager
-def named(folder: Path) -> Iterator[None]:
+def naming_folder(folder: Path) -> Iterator[None]:
     """Add the folder's name to errors of the disk, because unlinked files have no name."""
     try:
         yield
@@ -111,7 +111,7 @@ class Shelf:
         return copy
 
     def _move(self, move: Any, buffer: list[Tensor]) -> None:
-        with named(self.disk.folder), self.disk.device.span("disk", move.__name__, self.prefix):
+        with naming_folder(self.disk.folder), self.disk.device.span("disk", move.__name__, self.prefix):
             for file, slab in zip(self.state, buffer, strict=True):
                 move(file, slab)
 

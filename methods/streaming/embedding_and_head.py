@@ -21,7 +21,7 @@ from methods.offload.clip import Clip
 from methods.shared.terms import Terms
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.slot import GradientRoom, Slot
-from methods.streaming.starting_values import draw
+from methods.streaming.starting_values import draw_states
 
 LAST = 2**30  # deadline of the ends' updates: after the deadlines of all layers
 
@@ -101,7 +101,7 @@ class ResidentEnds(BothEnds, OnDevice):
         super().__init__(state)
         self.device, self.embedding, self.head, self.slab = device, state, state, state.grads
         self.num_parts = workload.micro_batches
-        draw(self.states, workload)
+        draw_states(self.states, workload)
         state.bind(state.current.weights)
 
 
@@ -124,7 +124,7 @@ class HostedEnds(BothEnds):
         self.states += [LayerState(device, NamedLayer(head, prefix), terms, home, LAST) for head in untied]
         self.device, self.embedding, self.head, self.waits = device, self.states[0], self.states[-1], waits
         self.num_parts = workload.micro_batches
-        draw(self.states, workload)
+        draw_states(self.states, workload)
         largest = max(self.states, key=lambda state: state.layout.numel)
         # A separate thread fetches the ends, as it fetches parked layers, because the next step begins with the
         # embedding.

@@ -22,7 +22,7 @@ class GradientViews:
     is_open: bool
 
 
-def settle(rooms: GradientViews, prefix: str, name: str, parameter: Tensor) -> None:
+def settle_gradient(rooms: GradientViews, prefix: str, name: str, parameter: Tensor) -> None:
     """Copy a parameter's gradient, which a backward pass has just computed, to its place in the slab, unless the
     gradient is already there. Raises ValueError outside of the layer's own backward pass: the slab may be another
     layer's now."""

@@ -31,7 +31,7 @@ from methods.streaming.disk import Shelf, shelves
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.placement.placement import BY_HOST, num_gradients
 from methods.streaming.slot import GradientRoom, Slot
-from methods.streaming.starting_values import draw
+from methods.streaming.starting_values import draw_states
 
 
 class ResidentLayer:
@@ -199,7 +199,7 @@ def model_layers(workload: Workload) -> LayerSource:
 
     def start(states: Iterable[LayerState]) -> list[LayerState]:
         drawn = [*states]
-        draw(drawn, workload)
+        draw_states(drawn, workload)
         return drawn
 
     layers = [

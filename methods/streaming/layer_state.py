@@ -27,7 +27,7 @@ from methods.offload.layout import cut, install, layout_of
 from methods.offload.state import State, joined, keep_, kept_dtypes, master_of
 from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
 from methods.shared.terms import Terms
-from methods.streaming.gradient_views import GradientViews, settle
+from methods.streaming.gradient_views import GradientViews, settle_gradient
 from methods.streaming.recompute import recomputed
 
 if TYPE_CHECKING:
@@ -141,15 +141,17 @@ class LayerState:
         self.updater = "update" if home.on_host else "compute"  # row of update() in a trace
 
     @classmethod
-    def of_model(cls, device: Device, workload: Workload, index: int, home: Home) -> LayerState:
-        """Return the state of layer `index` of a workload's model."""
+    def of_model(
+        cls, device: Device, workload: Workload, index: int, *, host: bool, **kept: Any
+    ) -> LayerState:
+        """Return the state of layer `index` of a workload's model. `host`, `kept`: fields of its Home."""
         layer = NamedLayer(new_layer(workload, index), workload.anatomy.layer_name(index))
-        return cls(device, layer, Terms.of(workload), home)
+        return cls(device, layer, Terms.of(workload), Home(on_host=host, **kept))
 
     def state_of(self, kept: list[Tensor]) -> State:
         """Return a state of the current weights and the optimizer's slabs `kept`. The slabs may be longer than the
         layer; the state has only the layer's elements."""
-        return _state(self.current.weights, [slab[: self.layout.numel] for slab in kept])
+        return _state_of_slabs(self.current.weights, [slab[: self.layout.numel] for slab in kept])
 
     def to_draw(self, state: State) -> Iterator[tuple[str, Tensor]]:
         """Return, by name, the tensors to fill with starting values. If the fp32 master is split (its upper 16 bits are
@@ -202,7 +204,9 @@ class LayerState:
         collect_gradients() was given; return the handle of this hook."""
         install(self.module, name, parameter)
         self._parameters_by_name.clear()
-        return parameter.register_post_accumulate_grad_hook(partial(settle, self.rooms, self.prefix, name))
+        return parameter.register_post_accumulate_grad_hook(
+            partial(settle_gradient, self.rooms, self.prefix, name)
+        )
 
     def forward(self, xs: list[Passed]) -> list[Passed]:
         """Return the layer's outputs; keep only the layer's inputs for backward(), which returns the gradients of those
@@ -370,7 +374,7 @@ class LayerState:
             yield TensorState(self.prefix + name, *tensors)
 
 
-def _state(weights: Tensor, kept: list[Tensor]) -> State:
+def _state_of_slabs(weights: Tensor, kept: list[Tensor]) -> State:
     return State(weights, kept[0] if len(kept) == 3 else None, *kept[-2:])
 
 
@@ -381,4 +385,4 @@ def _room_for_state(
     dtypes in `kept`. If `kept` is empty, those parts are on the disk and get no memory."""
     weights = device.room(numel, dtype, host=host)
     rooms = [device.room(numel, kept_dtype, host=host) for kept_dtype in kept]
-    return _state(weights, rooms or [torch.empty(0), torch.empty(0)])
+    return _state_of_slabs(weights, rooms or [torch.empty(0), torch.empty(0)])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
 
 
-def draw(states: Sequence[LayerState], workload: Workload) -> None:
+def draw_states(states: Sequence[LayerState], workload: Workload) -> None:
     """Draw the starting values of the layers' tensors. All tensors of all layers are drawn in parallel, because a
     machine may have more cores than one layer has tensors."""
     if not any(state.is_shared for state in states):

@@ -9,7 +9,7 @@ import pytest
 
 from cases import case7
 from harness.core import method
-from harness.simulation.machine_trace import ElasticJob, MachineChange, samples, synthetic
+from harness.simulation.machine_trace import ElasticJob, MachineChange, drawn_trace, samples
 from methods.pipeline.config.profile import Profile, Section, SectionCost
 from papers.figures import profile
 from papers.figures.point import FigureRow
@@ -99,8 +99,8 @@ def test_a_trace_by_hand() -> None:
 
 
 def test_a_drawn_trace_stays_within_its_machines() -> None:
-    trace = synthetic(60, 12, 24, seed=7)
-    assert trace == synthetic(60, 12, 24, seed=7) != synthetic(60, 12, 24, seed=8)
+    trace = drawn_trace(60, 12, 24, seed=7)
+    assert trace == drawn_trace(60, 12, 24, seed=7) != drawn_trace(60, 12, 24, seed=8)
     assert all(0 <= change.num_machines <= 12 for change in trace) and trace == sorted(trace)
     counts = [change.num_machines for change in trace]
     assert 6 < sum(counts) / len(counts) < 12

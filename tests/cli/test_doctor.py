@@ -86,7 +86,7 @@ def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path
     monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
     monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(calibrate, "FILE_BYTES", 2 * calibrate.BLOCK_BYTES)
-    found = calibrate.measure(SMALL, "cpu", tmp_path)
+    found = calibrate.measure_machine(SMALL, "cpu", tmp_path)
     rates = calibrate.rates_of(found, SMALL, "cpu")
     computed = {"batch_size": 2, "seq_len": 32}
     sizes = {

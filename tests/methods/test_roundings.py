@@ -11,7 +11,7 @@ from harness.core import data
 from harness.core.method import create
 from harness.gate import probe
 from methods.resident import ReferenceModel
-from methods.shared.roundings import ROUNDINGS, named
+from methods.shared.roundings import ROUNDINGS, rounding_of
 from tests.support.tiny import TINY
 
 SIZE = dataclasses.replace(TINY, batch_size=3, vocab_size=512, seq_len=64)
@@ -21,7 +21,7 @@ def gradients(rounding: str | None) -> dict[str, torch.Tensor]:
     """By the names of the model's tensors, of the first step, as its first moments tell them."""
     load = dataclasses.replace(SIZE, clip_norm=0.0)
     tokens = torch.from_numpy(data.batches(load, 1))[0]
-    model = ReferenceModel(load, "cpu", named(rounding) if rounding else None)
+    model = ReferenceModel(load, "cpu", rounding_of(rounding) if rounding else None)
     model.step(1, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     return {state.name: state.exp_avg for state in model.tensors() if state.exp_avg is not None}
 
@@ -48,7 +48,7 @@ def test_the_probe_s_roundings_are_some_of_them_and_others_are_left_to_try_it_by
 
 def test_an_unknown_rounding_is_told_with_the_others() -> None:
     with pytest.raises(ValueError, match="no rounding 'split-product': did you mean split-products"):
-        named("split-product")
+        rounding_of("split-product")
 
 
 def test_the_probe_alone_finds_the_reference_by_other_roundings() -> None:

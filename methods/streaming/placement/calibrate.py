@@ -43,9 +43,9 @@ from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
 from methods.streaming.disk import File
 from methods.streaming.embedding_and_head import ResidentEnds
-from methods.streaming.layer_state import Home, LayerState, Passed
+from methods.streaming.layer_state import LayerState, Passed
 from methods.streaming.slot import GradientRoom, Slot
-from methods.streaming.starting_values import draw
+from methods.streaming.starting_values import draw_states
 
 CPU_LAYER_FLOPS = 1.5e10  # most FLOPs of a timed forward pass on a CPU: 0.2 s on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # bytes of a timed copy: more than any cache holds
@@ -64,7 +64,7 @@ SETTINGS = published_settings(1e-4)
 ENOUGH_SECONDS = 1.0  # each timed call is repeated for about so many seconds
 
 
-def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
+def measure_machine(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
     """Return all raw numbers by name: times in seconds, rates of copies in bytes a second, rates of updates in
     parameters a second. On a GPU also return the bytes of a process's context.
     """
@@ -78,7 +78,7 @@ def measure(workload: Workload, device_name: str, folder: Path) -> dict[str, Any
 
 
 def rates_of(measured: dict[str, Any], workload: Workload, device: str) -> Rates:
-    """Derive the rates from measure()'s numbers. `workload`: the workload whose layer was timed."""
+    """Derive the rates from the numbers of measure_machine(). `workload`: the workload whose layer was timed."""
     layer, head_seconds = measured["compute"]["layer"], measured["compute"]["head_seconds"]
     updates, copied, update_bytes = measured["updates"], measured["copies"], UPDATE_BYTES[workload.dtype]
     alone, loaded = max(updates["alone"].values()), updates["under_copies"]
@@ -121,8 +121,8 @@ def compute(workload: Workload, device: Device) -> dict[str, Any]:
     loss and gradients.
     """
     size = (workload.batch_size, workload.seq_len, workload.hidden_size)
-    layer = LayerState.of_model(device, workload, 0, Home(on_host=False))
-    draw([layer], workload)
+    layer = LayerState.of_model(device, workload, 0, host=False)
+    draw_states([layer], workload)
     layer.bind(layer.current.weights)
     x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
     xs: list[Passed] = [(x.requires_grad_(),)]
@@ -205,8 +205,8 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
     """Return the rates of updates on the device, in parameters a second: of a resident layer, and of a streamed layer
     in its slot."""
-    resident = LayerState.of_model(device, workload, 0, Home(on_host=False))
-    streamed = LayerState.of_model(device, workload, 0, Home(on_host=True, streamed=True))
+    resident = LayerState.of_model(device, workload, 0, host=False)
+    streamed = LayerState.of_model(device, workload, 0, host=True, streamed=True)
     slot, grads, step = Slot(streamed, whole=True), GradientRoom(streamed).slab, streamed.next_step(SETTINGS)
     updates: dict[str, Callable[[], Any]] = {
         "on_device": lambda: resident.update(SETTINGS, None),
@@ -223,8 +223,7 @@ def landed_layers(
     device: Device, workload: Workload, num_layers: int, *, spare: bool = False
 ) -> list[LayerState]:
     """Return layers whose state is on the host and whose gradients have arrived there."""
-    home = Home(on_host=True, spare=spare)
-    layers = [LayerState.of_model(device, workload, i, home) for i in range(num_layers)]
+    layers = [LayerState.of_model(device, workload, i, host=True, spare=spare) for i in range(num_layers)]
     for layer in layers:
         layer.landed = device.outbound.record_event()
     return layers
@@ -336,7 +335,7 @@ def main() -> None:
             # no compiler: torch's kernels are timed, because training then uses these
             adamw_kernel.build()
     workload = computable(Workload(**order["workload"]), order["device"])
-    measured = measure(workload, order["device"], Path(order["folder"]))
+    measured = measure_machine(workload, order["device"], Path(order["folder"]))
     rates = rates_of(measured, workload, order["device"])
     computed = {name: getattr(workload, name) for name in ("batch_size", "seq_len", "hidden_size", "dtype")}
     print(json.dumps({"computed": computed, "measured": measured, "rates": dataclasses.asdict(rates)}))

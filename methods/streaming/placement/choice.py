@@ -25,13 +25,13 @@ from methods.streaming.placement.placement import (
     ends_on_host,
     home_of_boundaries,
     parse,
-    text_of,
+    placement_text,
 )
 from methods.streaming.placement.planner import (
     Counts,
     StepCosts,
     arranged,
-    choose,
+    choose_counts,
     hosted_boundaries,
     with_forecast,
 )
@@ -95,7 +95,7 @@ class PlacementChoice:
             raise ValueError(f"disk: expected none {ranks}, got {self.disk}; try without --disk")
         kinds = parse(self.placement, self.workload.num_layers) if self.placement else ""
         if others := sorted(set(kinds) - set(BY_RANKS)):
-            tried = text_of("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
+            tried = placement_text("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
             expected = f"expected only layers R and W {ranks}, got {', '.join(others)}"
             raise ValueError(f"placement: {expected}; try --placement {tried}")
         part = replace(
@@ -138,10 +138,10 @@ class PlacementChoice:
 
         boundaries = hosted_boundaries(plan_of(workload, {"R": workload.num_layers}))
         costs = StepCosts(workload, room.rates, clipping, boundaries, self.ends or "device")
-        counts = choose(costs, room, plan_of, "RPWS")
+        counts = choose_counts(costs, room, plan_of, "RPWS")
         if counts is None and self.disk and clipping != "speculate":
             # the host cannot hold all states: try the disk
-            counts = choose(costs, room, plan_of, "RPWSD")
+            counts = choose_counts(costs, room, plan_of, "RPWSD")
         if counts is None:
             return None
         return self._placed(arranged(counts, clipping), window, clipping)
@@ -225,7 +225,11 @@ class PlacementChoice:
 
     def _placed(self, kinds: str, window: int, clipping: str | None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
-        options = {"window_size": window, "resident_layers": kinds.count("R"), "placement": text_of(kinds)}
+        options = {
+            "window_size": window,
+            "resident_layers": kinds.count("R"),
+            "placement": placement_text(kinds),
+        }
         options |= _homes_as_options(self.ends, self.activations)
         if "D" in kinds:
             options["disk"] = str(writable(self.disk))

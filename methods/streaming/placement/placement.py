@@ -68,7 +68,7 @@ def parse(text: str, num_layers: int) -> str:
     return "".join(letter * int(length or 1) for letter, length in runs)
 
 
-def text_of(kinds: str) -> str:
+def placement_text(kinds: str) -> str:
     """Format a placement: RRWWW as R2W3, RRSSW as R2W1~S2, RRSRSW as R1W1~S2~R2."""
     bottom = len(kinds) - len(kinds.lstrip("R"))
     letter, below, above = "S", bottom, kinds[bottom:].count("R")
@@ -77,7 +77,7 @@ def text_of(kinds: str) -> str:
     rest = kinds[max(below, 0) :].replace(letter, "")
     number = len(kinds) - below - len(rest)
     if below >= 0 and rest and number and "R" not in rest and spread(rest, letter, number) == kinds[below:]:
-        return f"{text_of(kinds[:below] + rest)}~{letter}{number}"
+        return f"{placement_text(kinds[:below] + rest)}~{letter}{number}"
     return _runs(kinds)
 
 

@@ -254,13 +254,13 @@ def forecast(rows: list[Row], counts: Counts) -> Forecast:
     return Forecast(sum(row.total(counts) for row in longest), binds)
 
 
-def choose(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> dict[str, int] | None:
+def choose_counts(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> dict[str, int] | None:
     """Return the numbers of layers of each kind. Of all numbers that fit, and whose step by the rates is within SLACK
     of the shortest step, these copy the fewest bytes. Return None if no placement fits."""
     rows = costs.rows()
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
     for used in _with_and_without(kinds.replace("R", "")):
-        for near_counts in _whole(costs, room, plan_of, "R" + used):
+        for near_counts in _near_optimum(costs, room, plan_of, "R" + used):
             counts = dict.fromkeys(kinds, 0) | near_counts
             plan = plan_of(costs.workload, counts)
             if plan.shortfall(room) is None:
@@ -281,7 +281,7 @@ def _with_and_without(optional: str) -> Iterator[str]:
             yield "".join(used)
 
 
-def _whole(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> Iterator[dict[str, int]]:
+def _near_optimum(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> Iterator[dict[str, int]]:
     """Return whole numbers of layers of each kind near the solution of the linear program."""
     num_layers = costs.workload.num_layers
     needs, free = _linear(costs.workload, room, plan_of, kinds)

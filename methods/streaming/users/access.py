@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from methods.offload.clip import norms_of
-from methods.streaming.gradient_views import settle
+from methods.streaming.gradient_views import settle_gradient
 from methods.streaming.layer_state import LayerState
 
 MEMORY = "{}: expected its memory to stay, where its updates are made, got another; try .copy_() in place of .data ="
@@ -275,7 +275,7 @@ def has_lent_gradients(state: LayerState) -> bool:
 def settle_gradients(state: LayerState) -> None:
     """Copy gradients that a script has replaced into the slab."""
     for name in state.layout.names:
-        settle(state.rooms, state.prefix, name, state.module.get_parameter(name))
+        settle_gradient(state.rooms, state.prefix, name, state.module.get_parameter(name))
 
 
 def norms_at_home(state: LayerState) -> list[Tensor]:
@@ -284,7 +284,7 @@ def norms_at_home(state: LayerState) -> list[Tensor]:
     return [norm.to(state.device.name) for norm in norms]
 
 
-def show(state: LayerState, home: Tensor) -> None:
+def show_at_home(state: LayerState, home: Tensor) -> None:
     """Bring the current weights into the slab `home`: it is that of the current state, or of the spare one."""
     if state.current.weights is not home:
         assert state.spare is not None

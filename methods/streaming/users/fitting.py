@@ -51,7 +51,7 @@ def fitting(script: Script, options: PlacementOptions, limits: MemoryLimits) -> 
     def plan_at(_: str | None, memory: str | None) -> Plan:
         home, sizes = home_of_boundaries(memory), None
         try:
-            sizes = measured(script, limits, home)
+            sizes = sizes_by_trial(script, limits, home)
         except torch.OutOfMemoryError:
             if home == "host" or options.activations:  # no other home is left to try
                 raise
@@ -96,7 +96,7 @@ def free_failed_pass(device: str) -> None:
     gc.collect()
 
 
-def measured(script: Script, limits: MemoryLimits, boundaries: str) -> UserSizes:
+def sizes_by_trial(script: Script, limits: MemoryLimits, boundaries: str) -> UserSizes:
     """Return the model's sizes, measured in one forward and backward pass of the example, whose gradients are dropped.
     `boundaries`: the memory that keeps the layers' inputs meanwhile."""
     trial = UserTraining(script)

@@ -30,7 +30,7 @@ from methods.streaming.users.access import (
     has_lent_gradients,
     norms_at_home,
     settle_gradients,
-    show,
+    show_at_home,
 )
 from methods.streaming.users.layer import IN_PLACE
 from methods.streaming.users.model import UserModel, move_rest
@@ -357,7 +357,7 @@ class UserTraining:
             )
         self.gpu.synchronize(*(state.updated for state in self.stream.states))
         for state, home in zip(self.stream.states, self._homes, strict=True):
-            show(state, home)
+            show_at_home(state, home)
         self._is_home = True
 
     def named_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -96,14 +96,14 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel)
-    adamw_cuda._load.cache_clear()
+    adamw_cuda._compiled_for.cache_clear()
     yield
-    adamw_cuda._load.cache_clear()
+    adamw_cuda._compiled_for.cache_clear()
 
 
 def test_the_kernel_needs_no_toolkit(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    assert adamw_cuda.load() is not None and cpp_extension.CUDA_HOME is None
+    assert adamw_cuda.compiled_kernel() is not None and cpp_extension.CUDA_HOME is None
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
@@ -119,7 +119,7 @@ def test_a_layer_in_halves_has_the_very_bits_of_torchs_fused_adamw(
     scale = None if factor is None else torch.tensor(factor)
     for number in range(1, NUM_STEPS + 1):
         grads = random(NUMEL, number).bfloat16()
-        adamw_cuda.run(
+        adamw_cuda.update_on_gpu(
             grads, list(state), list(other), scale, 1.0, TABLE, settings(1e-3 * number), number, 1, 0
         )
         state, other = other, state
@@ -134,7 +134,7 @@ def test_slabs_that_start_between_vectors_get_the_same_bits(gpu: None) -> None:
     for state in (inside, aligned):
         keep_(state, random(NUMEL, 0))
         grads = random(NUMEL, 1).bfloat16()
-        adamw_cuda.run(grads, list(state), list(state), None, 1.0, TABLE, settings(1e-3), 1, 1, 0)
+        adamw_cuda.update_on_gpu(grads, list(state), list(state), None, 1.0, TABLE, settings(1e-3), 1, 1, 0)
     assert inside.exp_avg.any() and all(map(torch.equal, inside, aligned))
 
 
@@ -143,8 +143,10 @@ def test_a_scale_that_is_known_takes_part_in_the_factor(gpu: None) -> None:
     known, computed = empty_state(NUMEL), empty_state(NUMEL)
     keep_(state, random(NUMEL, 0))
     grads = random(NUMEL, 1).bfloat16()
-    adamw_cuda.run(grads, list(state), list(known), None, 0.25, TABLE, settings(1e-3), 1, 1, 0)
-    adamw_cuda.run(grads, list(state), list(computed), torch.tensor(0.5), 0.5, TABLE, settings(1e-3), 1, 1, 0)
+    adamw_cuda.update_on_gpu(grads, list(state), list(known), None, 0.25, TABLE, settings(1e-3), 1, 1, 0)
+    adamw_cuda.update_on_gpu(
+        grads, list(state), list(computed), torch.tensor(0.5), 0.5, TABLE, settings(1e-3), 1, 1, 0
+    )
     assert known.exp_avg.any() and all(map(torch.equal, known, computed))
 
 
@@ -158,11 +160,11 @@ def test_where_torch_cannot_compile_it_torchs_kernels_update_and_the_record_says
     """This machine's torch knows no GPU."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    adamw_cuda._load.cache_clear()
+    adamw_cuda._compiled_for.cache_clear()
     monkeypatch.setattr(adamw_cuda, "_failed", set())
     stronghold, workload = create("stronghold", {}), tiny(dtype="bf16")
     assert stronghold.describe(workload, "cuda")["optimizer"].endswith("of masters in halves: in one pass")
     with pytest.warns(UserWarning, match="by torch's kernels"):
-        assert adamw_cuda._load(0) is None
+        assert adamw_cuda._compiled_for(0) is None
     assert stronghold.describe(workload, "cuda")["optimizer"].endswith("since NVRTC compiled no kernel")
-    adamw_cuda._load.cache_clear()
+    adamw_cuda._compiled_for.cache_clear()

@@ -65,7 +65,7 @@ def test_the_source_names_the_header_of_what_it_takes_from_the_library(header: s
 @pytest.fixture(scope="module")
 def kernel() -> None:
     """The compiled kernel."""
-    if adamw_kernel.load() is None:
+    if adamw_kernel.compiled_library() is None:
         pytest.skip("no C++ compiler here: torch's kernels update in blocks")
 
 
@@ -158,7 +158,7 @@ def test_every_high_half_of_a_master_goes_through_an_update_by_nothing(
 ) -> None:
     """All but those of infinity, and of what is no number: with the low halves around zero and around a tie."""
     if path == "torch":
-        monkeypatch.setattr(adamw_kernel, "load", lambda: None)
+        monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     elif (place := adamw_kernel.PATHS.index(path)) > adamw_kernel.widest_path():
         pytest.skip(f"no {path} here")
     else:
@@ -222,7 +222,7 @@ def test_first_moments_that_forget_quickly_have_the_very_bits_of_torch(
 def test_without_a_compiler_the_bits_are_the_same(
     is_ahead: bool, dtype: torch.dtype, factor: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw_kernel, "load", lambda: None)
+    monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     assert all(map(torch.equal, by_us(factor, 160, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
 
 
@@ -232,7 +232,7 @@ def test_fp32_has_the_same_bits_however_it_is_cut(
     kernel: None, max_numel: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr(adamw_kernel, "load", lambda: None)
+        monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     assert all(map(torch.equal, by_us(0.37, max_numel, torch.float32), by_torch(0.37)))
 
 
@@ -403,7 +403,7 @@ def test_a_tie_keeps_its_master_through_an_update(
 ) -> None:
     """At a learning rate of zero: ties of even and odd masters, rounded down and up."""
     if not is_compiled:
-        monkeypatch.setattr(adamw_kernel, "load", lambda: None)
+        monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001] * 9, dtype=torch.int32)
     state = empty_state(len(ties))
     keep_(state, ties.view(torch.float32))

@@ -29,8 +29,8 @@ from methods.offload.clip import Clip
 from methods.offload.layout import layout_of
 from methods.shared.memory_needs import NUM_BUFFERS
 from methods.streaming.disk import Disk, File, shelves
-from methods.streaming.layer_state import Home, LayerState
-from methods.streaming.starting_values import draw
+from methods.streaming.layer_state import LayerState
+from methods.streaming.starting_values import draw_states
 from tests.support.cli import run
 from tests.support.small_disk import small_disk
 from tests.support.training import tiny
@@ -50,10 +50,10 @@ def layers_of(device: Device, workload: Workload, folder: Path | None) -> list[L
     numel = layout_of(new_layer(workload, 0)).numel
     on_disk = None if folder is None else shelves(device, NUM_LAYERS, str(folder), numel, workload.dtype)
     layers = [
-        LayerState.of_model(device, workload, place, Home(on_host=True, shelf=shelf))
+        LayerState.of_model(device, workload, place, host=True, shelf=shelf)
         for place, shelf in enumerate(on_disk or [None] * NUM_LAYERS)
     ]
-    draw(layers, workload)
+    draw_states(layers, workload)
     return layers
 
 

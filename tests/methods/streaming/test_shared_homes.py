@@ -20,8 +20,8 @@ from harness.plan.fit import resolve
 from methods.offload import adamw_kernel
 from methods.offload.adamw import Piece, published_settings
 from methods.offload.layout import cut
-from methods.streaming.layer_state import Home, LayerState
-from methods.streaming.starting_values import draw
+from methods.streaming.layer_state import LayerState
+from methods.streaming.starting_values import draw_states
 from tests.support.configured import configured
 from tests.support.training import small_bytes, tiny
 
@@ -86,8 +86,8 @@ def home_of(rank: int, num_ranks: int, workload: Workload) -> Iterator[LayerStat
     with Device("cpu") as cpu:
         cpu.ranks = Ranks("sim", num_ranks)
         cpu.ranks.rank = rank
-        state = LayerState.of_model(cpu, workload, 1, Home(on_host=True))
-        draw([state], workload)
+        state = LayerState.of_model(cpu, workload, 1, host=True)
+        draw_states([state], workload)
         yield state
 
 
@@ -144,7 +144,9 @@ def test_the_plan_is_the_rehearsals_peak_of_a_rank(
         num_layers=4, hidden_size=256, num_heads=16, seq_len=64, batch_size=4, vocab_size=512, dtype=dtype
     )
     trained = create(name, {"world_size": num_ranks, **options})
-    monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
+    monkeypatch.setattr(
+        adamw_kernel, "compiled_library", lambda: None
+    )  # a plan has room for an update without it
     planned, predicted = trained.plan(load, Room()), predict(trained, load)
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + small_bytes(load)
     host_bytes = planned.host_bytes - planned.host["buffers"]  # gloo's, which a rehearsal does without

@@ -24,7 +24,7 @@ from methods.offload.state import joined, keep_
 from methods.shared.terms import Terms
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.slot import GradientRoom, Slot
-from methods.streaming.starting_values import draw
+from methods.streaming.starting_values import draw_states
 from tests.support.training import tiny, train
 
 ODD_SHAPES = ((1,), (3, 5), (7,), (17, 31), (33,), (1, 1))
@@ -187,8 +187,8 @@ def passed(x: Tensor) -> list[Passed]:
 
 
 def new_state(device: Device, workload: Workload, index: int = 1) -> LayerState:
-    state = LayerState.of_model(device, workload, index, Home(on_host=True))
-    draw([state], workload)
+    state = LayerState.of_model(device, workload, index, host=True)
+    draw_states([state], workload)
     return state
 
 

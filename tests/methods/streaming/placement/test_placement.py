@@ -14,7 +14,7 @@ from harness.devices.memory_rehearsal import predict
 from methods.offload import adamw_kernel
 from methods.offload.clip import BLOCK
 from methods.streaming import layer_state
-from methods.streaming.placement.placement import PlacedLayers, parse, rings, shrink, spread, text_of
+from methods.streaming.placement.placement import PlacedLayers, parse, placement_text, rings, shrink, spread
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
 from tests.support.planting import planted
@@ -51,7 +51,7 @@ def placed(workload: Workload, placement: str, clipping: str = "deferred", windo
 )
 def test_a_placement_is_a_letter_a_layer(text: str, kinds: str) -> None:
     assert parse(text, 8) == kinds
-    assert parse(text_of(kinds), 8) == kinds
+    assert parse(placement_text(kinds), 8) == kinds
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 7, 20])
@@ -66,7 +66,7 @@ def test_layers_are_spread_evenly_with_another_on_top(others: str, number: int) 
 
 def test_every_placement_is_written_and_read_back() -> None:
     for kinds in map("".join, itertools.product("RWSD", repeat=6)):
-        assert parse(text_of(kinds), 6) == kinds
+        assert parse(placement_text(kinds), 6) == kinds
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,9 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
         num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm
     )
     stronghold = create("stronghold", {"placement": placement, "clipping": clipping})
-    monkeypatch.setattr(adamw_kernel, "load", lambda: None)  # a plan has room for an update without it
+    monkeypatch.setattr(
+        adamw_kernel, "compiled_library", lambda: None
+    )  # a plan has room for an update without it
     predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Room())
     # A rehearsal commits no update ahead of the norm, which meets two boundaries more.
     more = small_bytes(workload) + (2 * workload.boundary_bytes if clipping == "speculate" else 0)
@@ -302,4 +304,4 @@ def test_a_twin_has_every_kind_of_layer_that_there_is_room_for(
     placement: str, num_layers: int, twin: str
 ) -> None:
     kinds = parse(placement, sum(map(int, re.findall(r"\d+", placement))))
-    assert text_of(shrink(kinds, num_layers)) == twin
+    assert placement_text(shrink(kinds, num_layers)) == twin

@@ -12,8 +12,8 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from harness.plan.resources import compute_seconds
-from methods.streaming.placement.placement import parse, text_of
-from methods.streaming.placement.planner import StepCosts, arranged, choose
+from methods.streaming.placement.placement import parse, placement_text
+from methods.streaming.placement.planner import StepCosts, arranged, choose_counts
 
 GB = 1e9
 # Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.
@@ -154,7 +154,7 @@ def chosen(num_layers: int, device_layers: float, host_layers: float) -> dict[st
     layer = 16 * workload.layer_params
     free = (int((device_layers + 1.5) * layer), int(host_layers * layer))
     rates = MACHINES["v100"][1]
-    return choose(StepCosts(workload, rates, "deferred"), Room(*free, rates=rates), plan_of, "RPW")
+    return choose_counts(StepCosts(workload, rates, "deferred"), Room(*free, rates=rates), plan_of, "RPW")
 
 
 def test_all_layers_are_resident_where_they_fit() -> None:
@@ -179,7 +179,7 @@ def test_no_placement_of_few_layers_is_faster_than_the_chosen_one() -> None:
     room = Room(int(4.5 * layer), 10 * layer, rates=rates)
     for clipping in (None, "deferred"):
         costs = StepCosts(workload, rates, clipping)
-        counts = choose(costs, room, plan_of, "RPW")
+        counts = choose_counts(costs, room, plan_of, "RPW")
         assert counts is not None
         every = [{"R": r, "P": p, "W": 10 - r - p} for r in range(11) for p in range(11 - r)]
         fitting = [numbers for numbers in every if plan_of(workload, numbers).shortfall(room) is None]
@@ -210,18 +210,18 @@ def test_a_head_that_is_known_apart_is_forward_work_at_its_own_rate() -> None:
     [("R2W4~S2", "RRSWWSWW"), ("P1W1~S4", "SSPSSW"), ("R1S2", "RSS"), ("R1W2~S2~R4", "RRSRWRSRW")],
 )
 def test_layers_are_spread_evenly_among_the_others(text: str, kinds: str) -> None:
-    assert parse(text, len(kinds)) == kinds and text_of(kinds) == text
+    assert parse(text, len(kinds)) == kinds and placement_text(kinds) == text
 
 
 def test_resident_layers_are_spread_where_the_link_carries_states_all_the_time() -> None:
     counts = {"R": 4, "W": 2, "S": 2}
-    assert [text_of(arranged(counts, clipping)) for clipping in (None, "speculate", "deferred")] == [
+    assert [placement_text(arranged(counts, clipping)) for clipping in (None, "speculate", "deferred")] == [
         "R1W2~S2~R3",
         "R1W2~S2~R3",
         "R4W2~S2",
     ]
-    assert text_of(arranged({"R": 4, "W": 2}, None)) == "R4W2"
-    assert text_of(arranged({"R": 46, "P": 2, "W": 12, "S": 18}, None)) == "R11P2W12~S18~R35"
+    assert placement_text(arranged({"R": 4, "W": 2}, None)) == "R4W2"
+    assert placement_text(arranged({"R": 46, "P": 2, "W": 12, "S": 18}, None)) == "R11P2W12~S18~R35"
 
 
 def test_rates_decide_where_layers_live_and_how_long_a_step_takes() -> None:
