@@ -113,7 +113,7 @@ class ModuleWatch:
             return self._name([old != new for old, new in zip(before.marks, marks, strict=True)])
         if not _are_identical([*chain(*before.attributes)], [*chain(*self._compared())]):
             for (prefix, _), values, now in zip(self.named, before.attributes, self.attributes, strict=True):
-                if key := _differing_attribute(values, self._own(now)):
+                if key := _differing_attribute(values, self._compared_of(now)):
                     return f"attribute {f'{prefix}.{key}'.lstrip('.')}"
         for (name, value), items in zip(self.containers, before.contents, strict=True):
             if not _are_identical(_items(value), items):
@@ -136,7 +136,7 @@ class ModuleWatch:
         """Return the values of each module's attributes that are compared."""
         return _dict_values(self.attributes)
 
-    def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
+    def _compared_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return those of a module's attributes that are compared."""
         return attributes
 
@@ -177,9 +177,9 @@ class RecomputeWatch(ModuleWatch):
         return [(kind, prefix, table) for kind, prefix, table in super()._kinds() if kind == "buffer"]
 
     def _compared(self) -> list[list[Any]]:
-        return _dict_values([*map(self._own, self.attributes)])
+        return _dict_values([*map(self._compared_of, self.attributes)])
 
-    def _own(self, attributes: dict[str, Any]) -> dict[str, Any]:
+    def _compared_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in attributes.items() if isinstance(value, PLAIN)}
 
 

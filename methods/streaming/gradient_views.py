@@ -1,4 +1,4 @@
-"""Where the gradients of a layer's parameters go: into views of a slab, while the layer's backward pass fills it."""
+"""The memory for the gradients of a layer's parameters: views of a slab, which the layer's backward pass fills."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What decides for how long a step's resources are busy, besides the number of layers of each kind. `clipping`:
-    None, deferred or speculate. `boundaries`: bytes of layers' inputs that go to the host in the forward pass and come
-    back in the backward pass. `ends`: home of embedding and head."""
+    """The quantities that, with the number of layers of each kind, decide how long a step keeps each resource busy.
+    `clipping`: None, deferred or speculate. `boundaries`: bytes of layers' inputs that go to the host in the forward
+    pass and come back in the backward pass. `ends`: home of embedding and head."""
 
     workload: Workload
     rates: Rates
@@ -310,15 +310,14 @@ def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
     """
     if min(free.values(), default=0) < 0:
         return False
-    shares = [
-        [num_layers * need / max(free[memory], 1.0) for need in of_kinds.values()]
-        for memory, of_kinds in needs.items()
-    ]
-    return all(
-        min(weight * one + (10 - weight) * other for one, other in zip(*pair, strict=True)) <= 10
-        for pair in itertools.combinations_with_replacement(shares, 2)
-        for weight in range(11)
-    )
+    shares = []  # for each memory, the share of its free bytes that the layers need if all are of one kind
+    for memory, of_kinds in needs.items():
+        shares.append([num_layers * need / max(free[memory], 1.0) for need in of_kinds.values()])
+    for pair in itertools.combinations_with_replacement(shares, 2):
+        for weight in range(11):
+            if min(weight * one + (10 - weight) * other for one, other in zip(*pair, strict=True)) > 10:
+                return False
+    return True
 
 
 def _linear(
@@ -331,12 +330,11 @@ def _linear(
     base = plan_of(deep, several)
     more = {kind: plan_of(workload.at_depth(deep.num_layers + 1), {**several, kind: 5}) for kind in kinds}
     needs, free = {}, {}
-    for size in (f"{memory}_bytes" for memory in MEMORIES):
-        if (limit := getattr(room, size)) is not None:
-            needs[size] = {
-                kind: float(getattr(plan, size) - getattr(base, size)) for kind, plan in more.items()
-            }
-            free[size] = float(limit - (getattr(base, size) - 4 * sum(needs[size].values())))
+    for name in (f"{memory}_bytes" for memory in MEMORIES):
+        limit, base_bytes = getattr(room, name), getattr(base, name)
+        if limit is not None:
+            needs[name] = {kind: float(getattr(plan, name) - base_bytes) for kind, plan in more.items()}
+            free[name] = float(limit - (base_bytes - 4 * sum(needs[name].values())))
     return needs, free
 
 

@@ -1,4 +1,5 @@
-"""What a user's script does with the parameters of layers, beside the trainer's own work: it is exact, or refused.
+"""Uses that a user's script makes of the layers' parameters, beside the trainer's own work. Each use is exact or is
+refused.
 
     a use of a weight      first all updates end; the next forward pass fetches the layer again, as it may be changed
     a use of a gradient    the script gets the gradient that waits at home for step(); step() takes it back
@@ -65,7 +66,7 @@ class ScriptAccess:
         # of weights that must not change; None: these may change.
         self.touched: dict[int, Tensor | None] = {}
         self.exposed: set[int] = set()  # the layers whose gradients the script has
-        self.taken: list[Taken] = []  # what take_gradients() has taken last
+        self.taken: list[Taken] = []  # the gradients that the last take_gradients() has taken
         self.num_views = [num_views(state.current.weights) for state in training.stream.states]
         self.versions = [parameter._version for parameter in self.user.rest]
         self.modules = [*self.user.model.modules()]

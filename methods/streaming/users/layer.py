@@ -37,8 +37,9 @@ CHANGED = (
 
 
 class Site(NamedTuple):
-    """Where a layer uses a parameter. `source`: the parameter's name among the layer's own, or its index among the
-    shared ones. `is_set`: the module takes parameters by setattr() alone, as recurrent modules, which keep lists."""
+    """A place where a layer uses a parameter. `source`: the parameter's name among the layer's own, or its index among
+    the shared ones. `is_set`: the module takes parameters by setattr() alone, as recurrent modules, which keep
+    lists."""
 
     module: nn.Module
     name: str

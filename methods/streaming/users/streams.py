@@ -1,5 +1,5 @@
-"""What a trainer does with a user's layers: the bodies of the methods' loops, called one layer at a time by the user's
-own loop."""
+"""The bodies of the methods' loops over layers, for a user's model: the user's own loop calls them one layer at a
+time."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ class LayerTurn(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Script:
-    """What a user's script gives to a trainer. `max_norm`: limit of the norm of all gradients together; 0 or None: no
-    clipping. `accumulates`: True: several backward passes sum their gradients before a step."""
+    """A trainer's arguments from a user's script. `max_norm`: limit of the norm of all gradients together; 0 or None:
+    no clipping. `accumulates`: True: several backward passes sum their gradients before a step."""
 
     model: nn.Module
     layers: Sequence[nn.Module]

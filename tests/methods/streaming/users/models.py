@@ -258,7 +258,7 @@ def streamed(
     steps: int = STEPS,
     device: str = "cpu",
 ) -> Course:
-    """The script with a trainer, which make() gives the model, its layers, an optimizer and words."""
+    """The script with a trainer, which make() gives the model, its layers, an optimizer and options."""
     model = new_model(name, dtype)
     optimizer = optimizer_of(list(model.parameters()))
     schedule = schedule_of(optimizer)
