@@ -175,18 +175,20 @@ def describe(
     """Return the row of the fairness table for a method that trains the model's own layers with torch.
     `implementation` and `optimizer`: the texts of these two cells. `has_own_recompute`: without dropout, the method
     recomputes by methods/streaming/recompute.py."""
-    scaled = ", dynamic loss scale" if workload.dtype == "fp16" else ""
+    precision = f"weights {workload.dtype}"
+    if workload.dtype != "fp32":
+        precision += ", master and moments fp32"
+    if workload.dtype == "fp16":
+        precision += ", dynamic loss scale"
     blocks = ", its MLP and norms by blocks of tokens" if workload.anatomy.blocks else ""
-    kept = "" if workload.dtype == "fp32" else f", master and moments fp32{scaled}"
-    recomputed_by = (
-        "this project's code" if has_own_recompute and not workload.dropout else "torch checkpoint"
-    )
+    is_own = has_own_recompute and not workload.dropout
+    recomputed_by = "this project's code" if is_own else "torch checkpoint"
     return {
         "implementation": implementation,
         "model": "harness/models/gpt.py" if workload.config is None else f"transformers, {workload.model}",
         "attention": "torch scaled_dot_product_attention",
         "optimizer": optimizer,
-        "precision": f"weights {workload.dtype}{kept}",
+        "precision": precision,
         "recompute": f"every layer{blocks}, {recomputed_by}",
         "clipping": "exact global norm",
     }

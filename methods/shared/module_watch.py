@@ -299,4 +299,6 @@ def _differing_attribute(before: list[Any], now: dict[str, Any]) -> str:
         if old is not new and not is_equal and key not in LISTED:
             return key
     added = [key for key in [*now][len(before) :] if not key.startswith(CONSTANT)]
-    return "" if len(now) >= len(before) and not added else (added or ["an attribute that it had"])[0]
+    if added:
+        return added[0]
+    return "an attribute that it had" if len(now) < len(before) else ""

@@ -93,7 +93,7 @@ class StrongholdTrainer(UserTraining):
         disk: str | None = None,
         activations: str | None = None,
     ) -> None:
-        home_of_boundaries(activations)
+        home_of_boundaries(activations)  # refuses an unknown name before the kernel is compiled
         build_kernel()
         script = Script(model, list(layers), optimizer, max_norm, device or default_device(), accumulates)
         options = PlacementOptions(placement, window_size, clipping, disk, activations)
