@@ -29,7 +29,8 @@ from methods.pipeline.checkpoint.checkpoints import Checkpoints
 from methods.pipeline.launch import link
 from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
-from methods.pipeline.launch.launcher import Launcher, LaunchJob
+from methods.pipeline.launch.job import LaunchJob
+from methods.pipeline.launch.launcher import Launcher
 from methods.pipeline.launch.machines import MachineLine, Remote, agent_command, is_this_machine, read_list
 from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.pipeline import Varuna
