@@ -25,11 +25,9 @@ def step_of(path: Path) -> int | None:
     """Return the step of the checkpoint in the folder `path`. Return None if checkpoint_folder() would never give a
     folder this name, for example for the copy of a checkpoint."""
     name = path.name.removeprefix(PREFIX)
-    return (
-        int(name)
-        if name.isascii() and name.isdigit() and path == checkpoint_folder(path.parent, int(name))
-        else None
-    )
+    if not name.isascii() or not name.isdigit() or path != checkpoint_folder(path.parent, int(name)):
+        return None
+    return int(name)
 
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> tuple[Path, int]:

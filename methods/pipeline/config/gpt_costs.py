@@ -47,13 +47,12 @@ class GptCosts:
         possible. Cut n is after layer n."""
         # at most one stage for each layer, and one for the head
         possible = range(1, self.workload.num_layers + 2)
-        stages_by_number = {
-            number: gpt_stages(self.workload, number) for number in numbers if number in possible
-        }
-        return {
-            number: [stage.layers.stop - 1 for stage in stages[:-1]]
-            for number, stages in stages_by_number.items()
-        }
+        cuts = {}
+        for number in numbers:
+            if number in possible:
+                stages = gpt_stages(self.workload, number)
+                cuts[number] = [stage.layers.stop - 1 for stage in stages[:-1]]
+        return cuts
 
     def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
         """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of

@@ -65,10 +65,8 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
         pairs = zip(flops, least, strict=True)
         return [max(fewest, math.floor((bound - beside) / layer)) for (layer, beside), fewest in pairs]
 
-    low, high = (
-        0.0,
-        sum(layer for layer, _ in flops) * workload.num_layers + sum(beside for _, beside in flops),
-    )
+    low = 0.0
+    high = sum(layer for layer, _ in flops) * workload.num_layers + sum(beside for _, beside in flops)
     for _ in range(64):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(counts(middle)) >= workload.num_layers else (middle, high)
