@@ -85,9 +85,9 @@ def current(process: Path = Path("/proc/self"), controller: str = "memory") -> G
     for version, path in memberships:
         for mount in mounts:
             kind, _, options = mount[mount.index("-") + 1 :][:3]
-            if (kind, version) != ("cgroup2", 2) and not (
-                kind == "cgroup" and controller in options.split(",")
-            ):
+            is_v2 = (kind, version) == ("cgroup2", 2)
+            is_v1 = kind == "cgroup" and controller in options.split(",")
+            if not (is_v1 or is_v2):
                 continue
             root, top = Path(mount[3]), Path(mount[4])
             folder = top / Path(path).relative_to(root) if Path(path).is_relative_to(root) else top

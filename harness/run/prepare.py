@@ -25,24 +25,28 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
     bytes of sim.
     """
     trained = method.create(job.method, job.options, folders)
-    # Two releases of an engine lack libraries of the same name.
-    if (missing := trained.to_build()) and _is_first(
-        missing, report, folders, tuple(trained.identity().items())
-    ):
-        group = cgroup.current()
-        kills = group.oom_kills() if group else 0
-        log = results / log_lines.BUILD_LOG.format(job.method)
-        run_logged("harness.run.prepare", [job.method, job.options, list(map(str, folders))], log)
-        if method.create(job.method, job.options, folders).to_build():
-            text = f"the build failed: see {log}"
-            if group and group.oom_kills() > kills:
-                # the memory limit of this process may hold for the build, too
-                text = (
-                    "the build failed, out of host memory: try once without --host-memory, or with more of it"
-                )
-            report({"event": "warning", "text": text})
+    if missing := trained.to_build():
+        # two releases of an engine lack libraries of the same name
+        identity = tuple(trained.identity().items())
+        if _is_first(missing, report, folders, identity):
+            _build(job, results, folders, report)
     if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, report):
         run_logged("harness.devices.sim", None, results / log_lines.BUILD_LOG.format("sim"))
+
+
+def _build(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
+    """Compile what the job's method lacks in a process of its own, and report a failure."""
+    group = cgroup.current()
+    kills = group.oom_kills() if group else 0
+    log = results / log_lines.BUILD_LOG.format(job.method)
+    run_logged("harness.run.prepare", [job.method, job.options, list(map(str, folders))], log)
+    if not method.create(job.method, job.options, folders).to_build():
+        return
+    text = f"the build failed: see {log}"
+    if group and group.oom_kills() > kills:
+        # the memory limit of this process may hold for the build, too
+        text = "the build failed, out of host memory: try once without --host-memory, or with more of it"
+    report({"event": "warning", "text": text})
 
 
 def _is_first(missing: str, report: Report, *of: object) -> bool:
