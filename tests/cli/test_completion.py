@@ -13,16 +13,16 @@ from harness.base.checkout import ROOT
 from tests.support.cli import run
 
 
-def offered(words: str) -> set[str]:
+def offered(line: str) -> set[str]:
     """The words that may stand at the end of these."""
-    count = len(words.split(" ")) - 1
-    told = run(**{"COMP_WORDS": words, "COMP_CWORD": str(count), VARIABLE: "bash_complete"})
-    assert told.returncode == 0
-    return {line.removeprefix("plain,") for line in told.stdout.splitlines()}
+    count = len(line.split(" ")) - 1
+    ended = run(**{"COMP_WORDS": line, "COMP_CWORD": str(count), VARIABLE: "bash_complete"})
+    assert ended.returncode == 0
+    return {line.removeprefix("plain,") for line in ended.stdout.splitlines()}
 
 
 @pytest.mark.parametrize(
-    ("words", "among"),
+    ("line", "among"),
     [
         ("./run.sh ad", "advise"),
         ("./run.sh -m str", "stronghold"),
@@ -34,9 +34,9 @@ def offered(words: str) -> set[str]:
         ("./run.sh completion z", "zsh"),
     ],
 )
-def test_what_may_follow_is_offered(words: str, among: str) -> None:
-    found = offered(words)
-    assert among in found and all(each.startswith(words.split(" ")[-1]) for each in found)
+def test_what_may_follow_is_offered(line: str, among: str) -> None:
+    words = offered(line)
+    assert among in words and all(word.startswith(line.split(" ")[-1]) for word in words)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -51,8 +51,8 @@ def test_the_script_asks_the_program_that_was_typed(shell: str) -> None:
 def test_bash_completes_the_door_by_its_path() -> None:
     """The function that bash calls at a Tab, called as bash does, on a call of ./run.sh."""
     script = run("completion", "bash").stdout
-    asked = "complete -p run.sh; COMP_WORDS=(./run.sh comp); COMP_CWORD=1; _runsh_completion ./run.sh"
-    called = f"{script}{asked}; echo ${{COMPREPLY[@]}}"
+    tab = "complete -p run.sh; COMP_WORDS=(./run.sh comp); COMP_CWORD=1; _runsh_completion ./run.sh"
+    called = f"{script}{tab}; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", called], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "compare completion" and "-F _runsh_completion" in done.stdout
 
@@ -60,8 +60,8 @@ def test_bash_completes_the_door_by_its_path() -> None:
 def test_every_verb_has_its_place_in_the_help() -> None:
     grouped = [name for names in main.GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(main.door.commands)
-    told = run("--help").stdout
+    text = run("--help").stdout
     for title, names in main.GROUPS.items():
-        block = told.split(f"{title}:\n")[1].split("\n\n")[0]
+        block = text.split(f"{title}:\n")[1].split("\n\n")[0]
         assert [line.split()[0] for line in block.splitlines() if line[2] != " "] == list(names)
-    assert "  varuna " in told.split(f"{main.OF_METHODS}:\n")[1]
+    assert "  varuna " in text.split(f"{main.OF_METHODS}:\n")[1]

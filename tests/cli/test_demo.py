@@ -32,9 +32,9 @@ def test_the_demo_leaves_out_what_compiles_for_long_and_says_how_to_add_it(
     monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel, release=None: False)
     monkeypatch.setattr(native_build, "has_header", lambda name: True)
     monkeypatch.setattr(native_build, "find", lambda: "g++")
-    told = demo.left_out(method.names(), "sim")
-    assert set(told) == {"superoffload", "zenflow", "zero-infinity-nvme"}
-    assert "./run.sh setup" in told["zenflow"] and "NVIDIA" in told["superoffload"]
+    reasons = demo.left_out(method.names(), "sim")
+    assert set(reasons) == {"superoffload", "zenflow", "zero-infinity-nvme"}
+    assert "./run.sh setup" in reasons["zenflow"] and "NVIDIA" in reasons["superoffload"]
 
 
 def test_without_a_header_no_compiler_is_started_and_its_package_is_named(

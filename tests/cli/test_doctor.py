@@ -39,8 +39,8 @@ def entry(workload: Workload, flops_per_second: float) -> dict[str, Any]:
 
 
 def test_doctor_tells_of_the_machine_and_of_every_method() -> None:
-    told = run("doctor", "--device", "cpu").stdout
-    lines = {line[:20].strip(): line[20:] for line in told.splitlines()}
+    output = run("doctor", "--device", "cpu").stdout
+    lines = {line[:20].strip(): line[20:] for line in output.splitlines()}
     assert {"cpu", "gpu", "disk", "compiler", *method.names()} <= set(lines)
     assert "NVIDIA GPUs only" in lines["superoffload"] and lines["resident"] == "ready on cpu"
     assert "./run.sh doctor --calibrate" in lines["calibration"]
@@ -86,8 +86,8 @@ def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path
     monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
     monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(calibrate, "FILE_BYTES", 2 * calibrate.BLOCK_BYTES)
-    found = calibrate.measure_machine(SMALL, "cpu", tmp_path)
-    rates = calibrate.rates_of(found, SMALL, "cpu")
+    measured = calibrate.measure_machine(SMALL, "cpu", tmp_path)
+    rates = calibrate.rates_of(measured, SMALL, "cpu")
     computed = {"batch_size": 2, "seq_len": 32}
     sizes = {
         "hidden_size": 64,
@@ -98,10 +98,10 @@ def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path
         "computed": computed,
     }
     machine.keep_calibration(
-        {**entry(SMALL, 1), **sizes, "measured": found, "rates": dataclasses.asdict(rates)}
+        {**entry(SMALL, 1), **sizes, "measured": measured, "rates": dataclasses.asdict(rates)}
     )
-    told = run("doctor", "--device", "cpu").stdout
-    assert "64 wide, 2 x 32 tokens" in told and "the machine was busy" in told
+    output = run("doctor", "--device", "cpu").stdout
+    assert "64 wide, 2 x 32 tokens" in output and "the machine was busy" in output
     assert room.room_within(Budget(), "sim", SMALL).rates == rates
 
 
@@ -110,8 +110,8 @@ def test_the_calibration_of_the_nearest_size_is_used() -> None:
     machine.keep_calibration(entry(small, 1e12))
     machine.keep_calibration(entry(large, 2e12))
     for hidden_size, rate in ((768, 1e12), (2048, 2e12)):
-        found = machine.rates("cpu", Workload(hidden_size=hidden_size))
-        assert found is not None and found.device_flops_per_second == rate
+        rates = machine.rates("cpu", Workload(hidden_size=hidden_size))
+        assert rates is not None and rates.device_flops_per_second == rate
     assert machine.rates("cpu", Workload(dtype="bf16")) is None and machine.rates("cuda", small) is None
 
 
@@ -121,8 +121,8 @@ def test_who_uses_rates_that_were_measured_beside_other_work_says_so(
     verb: str, load: float, is_busy: bool
 ) -> None:
     machine.keep_calibration({**entry(Workload(), 1e12), "load_average": load})
-    told = run(verb, "-m", "resident", "-l", "2").stdout
-    assert (f"caution: this machine's rates were measured at a load of {load:.3g} on " in told) == is_busy
+    output = run(verb, "-m", "resident", "-l", "2").stdout
+    assert (f"caution: this machine's rates were measured at a load of {load:.3g} on " in output) == is_busy
     assert "caution" not in run(verb, "-m", "resident", "-l", "2", "--machine", "v100-vm").stdout
 
 
@@ -132,7 +132,7 @@ def test_the_entry_of_this_machine_gives_elsewhere_the_rates_that_were_measured_
     monkeypatch.setattr(machine, "devices", lambda: ["cuda", "cpu", "sim"])
     monkeypatch.setattr(machine, "gpu", lambda: {"gpu": "NVIDIA X 1", "gpu_bytes": 24 * 2**30, "driver": "1"})
     monkeypatch.setattr(machine, "has_bf16", lambda: True)
-    here = Rates(
+    measured_rates = Rates(
         1e14,
         0.3,
         9e11,
@@ -148,15 +148,20 @@ def test_the_entry_of_this_machine_gives_elsewhere_the_rates_that_were_measured_
         **entry(Workload(dtype="bf16"), 1),
         "device": "cuda",
         "dtype": "bf16",
-        "rates": dataclasses.asdict(here),
+        "rates": dataclasses.asdict(measured_rates),
     }
     machine.keep_calibration(kept)
     (file := tmp_path / "mine.yaml").write_text(run("rates", "--results", tmp_path).stdout)
-    there = named_machines.load("nvidiax1", file)
+    machine_of_file = named_machines.load("nvidiax1", file)
     # Of the directions of a link the slower one, over which devices exchange, too.
-    slower = dataclasses.replace(here, inbound_bytes_per_second=2.4e10, exchange_bytes_per_second=2.4e10)
-    assert there.rates("bf16") == slower
-    assert there.device_bytes == 24 * 2**30 - cuda_budget.context_bytes() and "Measured there" in there.about
+    slower = dataclasses.replace(
+        measured_rates, inbound_bytes_per_second=2.4e10, exchange_bytes_per_second=2.4e10
+    )
+    assert machine_of_file.rates("bf16") == slower
+    assert (
+        machine_of_file.device_bytes == 24 * 2**30 - cuda_budget.context_bytes()
+        and "Measured there" in machine_of_file.about
+    )
     assert run("advise", "--gpu", "nvidiax1", "--machines", file, "-m", "resident", "-l", "2").returncode == 0
 
 
@@ -196,8 +201,8 @@ def test_a_calibration_that_was_cut_off_is_none() -> None:
 
 def test_a_simulated_link_is_the_links_rate() -> None:
     machine.keep_calibration(entry(SMALL, 1e12))
-    found = room.room_within(Budget(link_bytes_per_second=2**30), "sim", SMALL).rates
-    assert found is not None and found.inbound_bytes_per_second == found.outbound_bytes_per_second == 2**30
+    rates = room.room_within(Budget(link_bytes_per_second=2**30), "sim", SMALL).rates
+    assert rates is not None and rates.inbound_bytes_per_second == rates.outbound_bytes_per_second == 2**30
 
 
 @pytest.mark.parametrize("missing", NEEDED)

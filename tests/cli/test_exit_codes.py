@@ -26,12 +26,12 @@ ENDS = {
 }
 
 
-def end(folder: Path, how: str, *words: object) -> int:
+def end(folder: Path, how: str, *arguments: object) -> int:
     """The exit code of a run by a method that does, after its first step, what is asked for."""
     lines = "\n".join(f"if self.how == 'of {code}': {line}" for code, line in ENDS.items())
     job = [*tiny.WORDS, "-m", "ending", "--steps", "2", "--option", f"how={how}"]
     return cli.run(
-        *job, "--methods", tiny.write_ending(folder, lines), "--results", folder, *words
+        *job, "--methods", tiny.write_ending(folder, lines), "--results", folder, *arguments
     ).returncode
 
 
@@ -64,20 +64,20 @@ def test_a_call_whose_reader_has_gone_ends_in_130_without_a_word() -> None:
 
 def test_a_call_without_an_output_takes_no_file_for_one(tmp_path: Path) -> None:
     """The next file that is opened would have the number of the one that was closed."""
-    words = [sys.executable, "-m", "harness", "verify", "--results", str(tmp_path)]
+    arguments = [sys.executable, "-m", "harness", "verify", "--results", str(tmp_path)]
     done = subprocess.run(
-        ["sh", "-c", 'exec "$@" >&-', "sh", *words], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        ["sh", "-c", 'exec "$@" >&-', "sh", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     assert (done.stderr, done.returncode) == ("", 0)
 
 
 def test_too_few_open_files_are_one_line(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "harness", *tiny.WORDS, "--results", str(tmp_path)]
+    arguments = [sys.executable, "-m", "harness", *tiny.WORDS, "--results", str(tmp_path)]
     done = subprocess.run(
-        ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", *words], cwd=ROOT, capture_output=True, text=True
+        ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", *arguments], cwd=ROOT, capture_output=True, text=True
     )
-    told = "error: too many open files: raise the limit, ulimit -n 256, and repeat the call\n"
-    assert (done.stderr, done.returncode) == (told, 2)
+    message = "error: too many open files: raise the limit, ulimit -n 256, and repeat the call\n"
+    assert (done.stderr, done.returncode) == (message, 2)
 
 
 def test_a_lock_that_somebody_made_a_folder_is_named(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ def as_anybody() -> list[str]:
     """The words before a call that make rights count for it."""
     if os.geteuid():
         return []
-    words = ["setpriv", f"--bounding-set={LOST}", f"--inh-caps={LOST}"]
-    if not shutil.which("setpriv") or subprocess.run([*words, "true"], capture_output=True).returncode:
+    arguments = ["setpriv", f"--bounding-set={LOST}", f"--inh-caps={LOST}"]
+    if not shutil.which("setpriv") or subprocess.run([*arguments, "true"], capture_output=True).returncode:
         pytest.skip("root reads every folder here: no setpriv that takes its capabilities away")
-    return words
+    return arguments
 
 
 @contextlib.contextmanager
@@ -87,10 +87,10 @@ def test_results_below_a_folder_that_may_not_be_read_are_one_line(verb: str, clo
 
 def test_results_in_a_folder_that_may_not_be_read_are_one_line(closed: Path) -> None:
     # asks by access()
-    words = [*as_anybody(), sys.executable, "-m", "harness", "verify", "--results", str(closed)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    told = f"error: Invalid value for '--results': Directory '{closed}' is not readable; see --help\n"
-    assert (done.returncode, done.stderr) == (2, told)
+    arguments = [*as_anybody(), sys.executable, "-m", "harness", "verify", "--results", str(closed)]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    message = f"error: Invalid value for '--results': Directory '{closed}' is not readable; see --help\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
 @pytest.mark.parametrize("option", ["--methods", "--cases", "--claims", "--machines"])
@@ -112,7 +112,7 @@ def test_a_results_folder_that_goes_away_during_a_run_is_one_line(how: str, tmp_
         "closed": f"os.chmod({str(results)!r}, 0)",
     }
     methods = tiny.write_ending(tmp_path, lines[how])
-    words = [
+    arguments = [
         *tiny.WORDS,
         "-m",
         "ending",
@@ -124,13 +124,16 @@ def test_a_results_folder_that_goes_away_during_a_run_is_one_line(how: str, tmp_
         str(results),
     ]
     if how == "closed":  # for the worker, too
-        call = [*as_anybody(), sys.executable, "-m", "harness", *words]
+        call = [*as_anybody(), sys.executable, "-m", "harness", *arguments]
         done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
     else:
-        done = cli.run(*words)
+        done = cli.run(*arguments)
     results.exists() and results.chmod(0o700)
-    told = f"error: expected a folder of results to write to, got {results} removed or closed while a job ran, and its "
-    assert done.returncode == 3 and done.stderr == f"{told}record is lost; try again with another --results\n"
+    message = (
+        f"expected a folder of results to write to, got {results} removed or closed while a job ran, and its"
+    )
+    expected = f"error: {message} record is lost; try again with another --results\n"
+    assert (done.returncode, done.stderr) == (3, expected)
 
 
 def test_a_folder_that_is_a_link_to_nothing_is_said_to_be_one(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
 
 
 @pytest.mark.parametrize(
-    ("words", "device"),
+    ("arguments", "device"),
     [
         ("--on slurm --slurm gpus=1", "cuda"),
         ("--on kubernetes --kubernetes gpus=2", "cuda"),
@@ -36,14 +36,14 @@ SMALL = "-l 2 -h 32 -b 2 --heads 2 --seq 16 --vocab 97 --steps 4".split()
     ],
 )
 def test_a_place_that_is_asked_for_gpus_trains_on_them(
-    monkeypatch: pytest.MonkeyPatch, words: str, device: str
+    monkeypatch: pytest.MonkeyPatch, arguments: str, device: str
 ) -> None:
     monkeypatch.setattr(machine, "devices", lambda: ["cpu", "sim"])
     monkeypatch.setattr(machine, "gpu", dict)
-    asked = job_verbs.run.make_context(
-        "run", ["-m", "resident", "--device-memory", "24GiB", *words.split()]
+    values = job_verbs.run.make_context(
+        "run", ["-m", "resident", "--device-memory", "24GiB", *arguments.split()]
     ).params
-    assert make_jobs(asked, ())[0].device == device
+    assert make_jobs(values, ())[0].device == device
 
 
 def test_calls_that_are_advised_go_to_the_place_of_the_call(
@@ -51,8 +51,9 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
 ) -> None:
     monkeypatch.setattr(machine, "devices", lambda: ["cpu", "sim"])
     monkeypatch.setattr(machine, "gpu", dict)
-    words = "-m stronghold -l 400 --device-memory 80GiB --host-memory 64GiB --on slurm --slurm gpus=1 --slurm cpus=8"
-    job_verbs._advise(Call.of(job_verbs.run.make_context("run", words.split()).params, None))
+    place = "--on slurm --slurm gpus=1 --slurm cpus=8"
+    arguments = f"-m stronghold -l 400 --device-memory 80GiB --host-memory 64GiB {place}"
+    job_verbs._advise(Call.of(job_verbs.run.make_context("run", arguments.split()).params, None))
     calls = [line for line in capsys.readouterr().out.splitlines() if line.startswith("try ")]
     assert calls and all(call.endswith(" --on slurm --slurm gpus=1 --slurm cpus=8") for call in calls)
     assert not any("--disk" in call for call in calls)
@@ -60,7 +61,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
 
 @pytest.mark.shows("bad input is one line and exit code 2")
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ("-m strongholt", "did you mean stronghold"),
         ("-l 4", "-m: expected a method, got none; try all"),
@@ -156,22 +157,28 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
         ("plan --model llama", "no model 'llama': did you mean llama-7b"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(words: str, told: str, tmp_path: Path) -> None:
-    if "cuda" in words and (Path("/dev/nvidia0")).exists():
+def test_bad_input_is_one_line_and_exit_2_and_writes_nothing(
+    arguments: str, message: str, tmp_path: Path
+) -> None:
+    if "cuda" in arguments and (Path("/dev/nvidia0")).exists():
         pytest.skip("there is a CUDA device here")
-    results = [] if "--results" in words else ["--results", str(tmp_path / "new")]
-    given = words.split()
+    results = [] if "--results" in arguments else ["--results", str(tmp_path / "new")]
+    call_arguments = arguments.split()
     # What follows a trailing -h would be its value.
-    done = run(*given) if given[-1] == "-h" else run(*given, *(results if given[0].startswith("-") else []))
+    done = (
+        run(*call_arguments)
+        if call_arguments[-1] == "-h"
+        else run(*call_arguments, *(results if call_arguments[0].startswith("-") else []))
+    )
     assert done.returncode == 2, done.stdout
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1
-    assert told in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("words", ["image shell", "-m resident --on docker"])
-def test_where_no_container_engine_answers_the_line_names_what_to_install(words: str) -> None:
-    done = run(*words.split(), DOCKER_HOST="unix:///nowhere/docker.sock")
+@pytest.mark.parametrize("arguments", ["image shell", "-m resident --on docker"])
+def test_where_no_container_engine_answers_the_line_names_what_to_install(arguments: str) -> None:
+    done = run(*arguments.split(), DOCKER_HOST="unix:///nowhere/docker.sock")
     assert done.returncode == 7 and len(done.stderr.splitlines()) == 1
     assert "apt-get install docker.io" in done.stderr and "--on" not in done.stderr
 
@@ -179,8 +186,10 @@ def test_where_no_container_engine_answers_the_line_names_what_to_install(words:
 def test_without_words_the_door_shows_five_calls_that_it_takes() -> None:
     calls = [shlex.split(line)[1:] for line in FIRST_CALLS.splitlines() if line.startswith("  ./run.sh")]
     assert run().stdout.strip() == FIRST_CALLS and len(calls) == 5
-    for words in calls:
-        call = words[: next((place for place, word in enumerate(words) if place and word in ENDS), None)]
+    for arguments in calls:
+        call = arguments[
+            : next((place for place, word in enumerate(arguments) if place and word in ENDS), None)
+        ]
         verb, *rest = call if call[0] in door.commands else ["run", *call]
         door.commands[verb].make_context(verb, rest)
 
@@ -188,8 +197,8 @@ def test_without_words_the_door_shows_five_calls_that_it_takes() -> None:
 def test_the_door_explains_itself() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for told in ("./run.sh -m stronghold -l 4", "stronghold", "l2l", "resident", "sweep"):
-        assert told in done.stdout
+    for message in ("./run.sh -m stronghold -l 4", "stronghold", "l2l", "resident", "sweep"):
+        assert message in done.stdout
 
 
 def test_a_run_ends_in_one_closing_line(tmp_path: Path) -> None:
@@ -271,24 +280,27 @@ def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
     ids=lambda job: job.method,
 )
 def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
-    words = shlex.split(command(job))[1:]
-    parsed = job_verbs.run.make_context("run", words).params
+    arguments = shlex.split(command(job))[1:]
+    parsed = job_verbs.run.make_context("run", arguments).params
     assert make_jobs(parsed, ()) == [job]
 
 
 def test_an_option_of_a_method_may_be_given_twice_alike() -> None:
-    words = "-m stronghold -l 4 -w 2 --option window_size=2 --placement R2W2 --option placement=R2W2".split()
-    (job,) = make_jobs(job_verbs.run.make_context("run", words).params, ())
+    arguments = (
+        "-m stronghold -l 4 -w 2 --option window_size=2 --placement R2W2 --option placement=R2W2".split()
+    )
+    (job,) = make_jobs(job_verbs.run.make_context("run", arguments).params, ())
     assert job.options == {"window_size": 2, "placement": "R2W2"}
 
 
 @pytest.mark.parametrize(
-    "words", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"]
+    "arguments", ["-m l2l --models 4", "-m l2l,resident --placement R2", "-m l2l --hybrid off"]
 )
-def test_a_word_that_no_method_has_a_use_for_is_an_error(words: str) -> None:
-    parsed = job_verbs.run.make_context("run", words.split()).params
+def test_a_word_that_no_method_has_a_use_for_is_an_error(arguments: str) -> None:
+    parsed = job_verbs.run.make_context("run", arguments.split()).params
     with pytest.raises(
-        ValueError, match=f"{words.split()[2]} does not apply to {words.split()[1]}".replace(",", ", ")
+        ValueError,
+        match=f"{arguments.split()[2]} does not apply to {arguments.split()[1]}".replace(",", ", "),
     ):
         make_jobs(parsed, ())
 
@@ -320,27 +332,27 @@ def test_the_same_words_give_sizes_in_every_verb(verb: str) -> None:
     command: Any = door
     for word in verb.split():
         command = command.commands[word]
-    words = {word for param in command.params for word in param.opts}
-    assert words >= set(
+    arguments = {word for param in command.params for word in param.opts}
+    assert arguments >= set(
         "-l -h -b -w --heads --seq --vocab --dtype --model --params --micro-batches --disk".split()
     )
-    assert words >= {"--device-memory", "--host-memory", "--disk-memory", "--machine", "--machines"}
+    assert arguments >= {"--device-memory", "--host-memory", "--disk-memory", "--machine", "--machines"}
 
 
-@pytest.mark.parametrize("words", ["--params 7B", "--model 7b", "--model 7.0B"])
-def test_a_number_of_parameters_makes_a_model_of_that_size(words: str) -> None:
-    (job,) = make_jobs(job_verbs.run.make_context("run", ["-m", "l2l", *words.split()]).params, ())
+@pytest.mark.parametrize("arguments", ["--params 7B", "--model 7b", "--model 7.0B"])
+def test_a_number_of_parameters_makes_a_model_of_that_size(arguments: str) -> None:
+    (job,) = make_jobs(job_verbs.run.make_context("run", ["-m", "l2l", *arguments.split()]).params, ())
     assert job.workload.num_params == pytest.approx(7e9, rel=0.05) and job.workload.hidden_size == 4096
 
 
 def test_a_model_of_our_architecture_is_said_to_be_none_of_its_name() -> None:
-    told = run("plan", "-m", "l2l", "--model", "opt-1.3b").stderr
-    assert told.startswith("opt-1.3b here is the published GPT at its size") and told.count("\n") == 1
+    message = run("plan", "-m", "l2l", "--model", "opt-1.3b").stderr
+    assert message.startswith("opt-1.3b here is the published GPT at its size") and message.count("\n") == 1
     assert run("plan", "-m", "l2l", "--model", "gpt2-xl").stderr == ""
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         "compare l2l resident",
         "fairness",
@@ -350,12 +362,14 @@ def test_a_model_of_our_architecture_is_said_to_be_none_of_its_name() -> None:
         "bundle",
     ],
 )
-def test_each_verb_that_reads_results_names_the_files_that_it_cannot_use(tmp_path: Path, words: str) -> None:
-    made = [
+def test_each_verb_that_reads_results_names_the_files_that_it_cannot_use(
+    tmp_path: Path, arguments: str
+) -> None:
+    kept = [
         records.record(Job(name, TINY), started=1e9, software={"source": "a"}) for name in ("l2l", "resident")
     ]
-    records.write(tmp_path, *made, made[0])
+    records.write(tmp_path, *kept, kept[0])
     (tmp_path / "log_bad.json").write_text("{}")
-    told = run(*words.split(), "--results", tmp_path).stderr
+    message = run(*arguments.split(), "--results", tmp_path).stderr
     for line in ("log_bad.json is not a record: ", "log_2.json: the same measurement as log_0.json"):
-        assert re.search(rf"^warning: \S*{line}", told, re.MULTILINE), told
+        assert re.search(rf"^warning: \S*{line}", message, re.MULTILINE), message

@@ -28,7 +28,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, read_once: None) -> list[str]:
         return path
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)
-    monkeypatch.setattr("harness.jobs.sweep.prepare", lambda *words: None)
+    monkeypatch.setattr("harness.jobs.sweep.prepare", lambda *arguments: None)
     return names
 
 
@@ -39,14 +39,14 @@ def call(folder: Path, *more: object) -> tuple[int, str]:
 
 
 def test_a_second_call_runs_only_what_is_missing(tmp_path: Path, launched: list[str]) -> None:
-    code, told = call(tmp_path, "0.18.9")
-    assert code == 3 and told.startswith("2 cells, 2 to run, about ")
+    code, output = call(tmp_path, "0.18.9")
+    assert code == 3 and output.startswith("2 cells, 2 to run, about ")
     assert launched == ["deepspeed", "resident", "deepspeed"]
-    code, told = call(tmp_path, "0.18.9", "--release", "0.18.4")
-    assert code == 3 and told.startswith("4 cells, 2 to run, about ")
+    code, output = call(tmp_path, "0.18.9", "--release", "0.18.4")
+    assert code == 3 and output.startswith("4 cells, 2 to run, about ")
     assert launched[3:] == ["deepspeed", "deepspeed"]
-    code, told = call(tmp_path, "0.18.9")
-    assert code == 3 and told.startswith("2 cells, 0 to run\n") and len(launched) == 5
+    code, output = call(tmp_path, "0.18.9")
+    assert code == 3 and output.startswith("2 cells, 0 to run\n") and len(launched) == 5
     call(tmp_path, "0.18.9", "--rerun")
     assert len(launched) > 5
 
@@ -66,8 +66,8 @@ def test_the_map_is_a_page_a_table_and_a_figure(tmp_path: Path, launched: list[s
 
 
 def test_programs_read_the_map_as_json(tmp_path: Path, launched: list[str]) -> None:
-    _, told = call(tmp_path, "0.18.9", "--json")
-    lines = [json.loads(line) for line in told.splitlines()]
+    _, output = call(tmp_path, "0.18.9", "--json")
+    lines = [json.loads(line) for line in output.splitlines()]
     assert lines[0]["event"] == "plan" and lines[0]["to_run"] == 2
     assert [(line["setting"], line["verdict"]) for line in lines if "setting" in line] == [
         ("stage-2", "passes"),
@@ -78,9 +78,9 @@ def test_programs_read_the_map_as_json(tmp_path: Path, launched: list[str]) -> N
 def test_what_the_index_could_not_give_is_tried_again(tmp_path: Path, launched: list[str]) -> None:
     call(tmp_path, "0.18.9")
     for path in (tmp_path / "runs").glob("log_deepspeed*.json"):
-        if (found := Record.read(path)).status == "crash":
+        if (record := Record.read(path)).status == "crash":
             why = "deepspeed 0.18.9 cannot be installed: the package index cannot be reached"
-            dataclasses.replace(found, status="unavailable", reason=why).write(path)
+            dataclasses.replace(record, status="unavailable", reason=why).write(path)
     assert call(tmp_path, "0.18.9")[1].startswith("2 cells, 1 to run")
 
 
@@ -94,7 +94,7 @@ def test_a_script_is_printed_and_nothing_runs(launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         ("--setting stage-9", "expected a setting of stage-0"),
         ("--only deepspeed --since 9.9", "expected at least one cell, got none"),
@@ -111,10 +111,10 @@ def test_a_script_is_printed_and_nothing_runs(launched: list[str]) -> None:
         ),
     ],
 )
-def test_a_wrong_call_is_one_line(words: str, told: str, tmp_path: Path) -> None:
-    files = () if words.startswith("--script") else ("--results", tmp_path, "--out", tmp_path / "out.md")
-    done = run("releases", *words.split(), *files)
-    assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1
+def test_a_wrong_call_is_one_line(arguments: str, message: str, tmp_path: Path) -> None:
+    files = () if arguments.startswith("--script") else ("--results", tmp_path, "--out", tmp_path / "out.md")
+    done = run("releases", *arguments.split(), *files)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_another_file_is_not_replaced_by_the_map(tmp_path: Path) -> None:

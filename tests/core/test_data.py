@@ -140,8 +140,8 @@ def told_of(prefix: str | Path) -> str:
 
 
 def test_missing_index_is_told_by_its_path(tmp_path: Path) -> None:
-    told = f"cannot read the corpus {tmp_path}/none.idx: No such file or directory; try another --data"
-    assert told_of(tmp_path / "none") == told
+    message = f"cannot read the corpus {tmp_path}/none.idx: No such file or directory; try another --data"
+    assert told_of(tmp_path / "none") == message
 
 
 def test_missing_tokens_are_told_by_their_path(tmp_path: Path) -> None:

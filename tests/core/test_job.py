@@ -200,8 +200,11 @@ def test_each_field_of_a_workload_is_in_the_key(name: str) -> None:
 
 def test_the_weights_that_a_model_starts_from_are_in_the_key() -> None:
     drawn = dataclasses.replace(JOB.workload, config=WORKLOAD_CHANGES["config"])
-    given = dataclasses.replace(drawn, weights="folder")
-    assert dataclasses.replace(JOB, workload=given).key() != dataclasses.replace(JOB, workload=drawn).key()
+    with_weights = dataclasses.replace(drawn, weights="folder")
+    assert (
+        dataclasses.replace(JOB, workload=with_weights).key()
+        != dataclasses.replace(JOB, workload=drawn).key()
+    )
 
 
 OF_PLANS = ("rates",)  # fields of a budget that are no part of a job
@@ -234,7 +237,7 @@ def test_key_depends_on_its_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"hidden_size": 250}, "hidden size 250 is not divisible by 16 heads: try -h 240 or 256"),
         ({"hidden_size": 8}, "hidden size 8 is not divisible by 16 heads: try -h 16, or"),
@@ -248,10 +251,10 @@ def test_key_depends_on_its_context() -> None:
         ({"learning_rate": 0.0}, "--lr: expected a positive number, got 0.0"),
     ],
 )
-def test_impossible_workload_is_refused_naming_what_is_allowed(changes: dict[str, Any], told: str) -> None:
+def test_impossible_workload_is_refused_naming_what_is_allowed(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         Workload(**changes)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -262,15 +265,15 @@ def test_budget_of_nothing_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"steps": 0}, "steps: expected at least 1, got 0"),
         ({"steps": 5, "warmup": 5}, "--warmup: expected 0 to 4 for 5 steps, got 5"),
         ({"warmup": -1}, "--warmup: expected 0 to 19 for 20 steps, got -1"),
     ],
 )
-def test_job_without_a_timed_step_is_refused(changes: dict[str, int], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_job_without_a_timed_step_is_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Job("resident", Workload(), **changes)
 
 
@@ -281,14 +284,14 @@ def test_plan_knows_five_kinds() -> None:
 
 def test_shortfall_names_the_memory_its_kinds_and_the_budget() -> None:
     plan = Plan(device={"weights": 2 * GIB, "gradients": 0, "buffers": GIB // 2})
-    told = "needs 2.5 GiB of device memory (weights 2.0 GiB, buffers 512.0 MiB), there is 1.0 GiB"
-    assert plan.shortfall(Room(device_bytes=GIB)) == told
+    text = "needs 2.5 GiB of device memory (weights 2.0 GiB, buffers 512.0 MiB), there is 1.0 GiB"
+    assert plan.shortfall(Room(device_bytes=GIB)) == text
 
 
 def test_shortfall_names_the_first_memory_that_does_not_suffice() -> None:
     plan = Plan(device={"weights": GIB}, host={"weights": 2 * GIB}, disk={"weights": 2 * GIB})
-    told = plan.shortfall(Room(device_bytes=GIB, host_bytes=GIB, disk_bytes=GIB))
-    assert told == "needs 2.0 GiB of host memory (weights 2.0 GiB), there is 1.0 GiB"
+    text = plan.shortfall(Room(device_bytes=GIB, host_bytes=GIB, disk_bytes=GIB))
+    assert text == "needs 2.0 GiB of host memory (weights 2.0 GiB), there is 1.0 GiB"
 
 
 @pytest.mark.parametrize("room", [Room(), Room(device_bytes=3, host_bytes=2, disk_bytes=1)])

@@ -139,8 +139,8 @@ def test_initial_values_differ_by_name_and_by_seed(name: str, seed: int) -> None
 def test_matrices_start_at_the_published_spread(name: str) -> None:
     # N(0, 0.02), what is added to the residual stream by 1/sqrt(2 L) of that; L = 8 here.
     std = 0.02 / math.sqrt(2 * 8) if name in ("proj", "fc2") else 0.02
-    found = [weight for path, weight in build(WIDE).named_parameters() if f".{name}.weight" in path]
-    values = torch.cat([weight.detach().flatten() for weight in found])
+    weights = [weight for path, weight in build(WIDE).named_parameters() if f".{name}.weight" in path]
+    values = torch.cat([weight.detach().flatten() for weight in weights])
     error = 4 / math.sqrt(2 * len(values))  # four standard errors of a standard deviation, relative
     assert values.std().item() == pytest.approx(std, rel=error)
     assert values.mean().item() == pytest.approx(0, abs=4 * std / math.sqrt(len(values)))
@@ -179,9 +179,9 @@ def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(
     def loss_and_gradients(loss: torch.Tensor) -> list[torch.Tensor]:
         return [loss, *torch.autograd.grad(3 * loss, (x, weight))]
 
-    ours = loss_and_gradients(gpt.HeadLoss.apply(x, weight, targets))
-    theirs = loss_and_gradients(torch.nn.functional.cross_entropy(x @ weight.t(), targets))
-    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+    blocked = loss_and_gradients(gpt.HeadLoss.apply(x, weight, targets))
+    whole = loss_and_gradients(torch.nn.functional.cross_entropy(x @ weight.t(), targets))
+    torch.testing.assert_close(blocked, whole, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("numel", [1, 15, 64, 95, 127, 128, 129, 143, 1650])

@@ -18,9 +18,9 @@ def test_a_layer_repeats_its_keys_in_fp32_alone(
 ) -> None:
     seen, attention = set(), torch.nn.functional.scaled_dot_product_attention
 
-    def noted(query: Tensor, key: Tensor, value: Tensor, **words: object) -> Tensor:
+    def noted(query: Tensor, key: Tensor, value: Tensor, **settings: object) -> Tensor:
         seen.add((query.shape[1], key.shape[1], value.shape[1]))
-        return attention(query, key, value, **words)
+        return attention(query, key, value, **settings)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     workload = configured("llama", dtype=dtype)

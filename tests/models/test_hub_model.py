@@ -141,12 +141,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "told"), REFUSED, ids=[str(*change) for change, _ in REFUSED])
-def test_what_is_not_of_the_kind_is_one_line(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(*change) for change, _ in REFUSED])
+def test_what_is_not_of_the_kind_is_one_line(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("mistral", **change)))
     ended = cli.run("plan", "-m", "resident", "--model", str(tmp_path), "--seq", "16")
     assert ended.returncode == 2 and len(ended.stderr.strip().splitlines()) == 1
-    assert re.search(told, ended.stderr), ended.stderr
+    assert re.search(message, ended.stderr), ended.stderr
 
 
 @pytest.mark.parametrize("named", ["evil.Evil", "{folder}--evil.Evil"])

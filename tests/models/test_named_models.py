@@ -20,15 +20,15 @@ from tests.support import cli
 from tests.support.configured import config_of
 
 
-def sizes(*words: str) -> tuple[int, ...]:
+def sizes(*arguments: str) -> tuple[int, ...]:
     """Layers, hidden size, heads, tokens a sample and vocabulary that a call asks for."""
-    told = main.door.commands[words[0]].make_context("it", list(words[1:])).params
+    values = main.door.commands[arguments[0]].make_context("it", list(arguments[1:])).params
     return (
-        *told["num_layers"],
-        *told["hidden_size"],
-        told["num_heads"],
-        *told["seq_len"],
-        told["vocab_size"],
+        *values["num_layers"],
+        *values["hidden_size"],
+        values["num_heads"],
+        *values["seq_len"],
+        values["vocab_size"],
     )
 
 
@@ -116,17 +116,17 @@ def test_a_model_gives_the_sizes_that_are_not_given(verb: str) -> None:
 def test_a_search_takes_the_sizes_of_a_model_and_its_depth_bounds_no_search() -> None:
     search = main.door.commands["search"].commands["largest"]  # type: ignore[attr-defined]
     context = search.make_context("it", ["-m", "l2l", "--model", "gpt2-xl"])
-    told = context.params
+    values = context.params
     # --of batch takes the depth
-    assert (told["hidden_size"], told["num_layers"], told["steps"]) == ([1600], [48], 5)
+    assert (values["hidden_size"], values["num_layers"], values["steps"]) == ([1600], [48], 5)
     assert context.get_parameter_source("num_layers") is ParameterSource.DEFAULT_MAP
 
 
 def test_each_of_several_models_has_its_sizes_but_those_that_are_given() -> None:
-    words = ["-m", "l2l", "-l", "2", "--seq", "64", "--model", "gpt2,tiny-llama,Qwen/Qwen3-0.6B"]
-    jobs = make_jobs(main.door.commands["sweep"].make_context("it", words).params, ())
-    found = [(job.workload.hidden_size, job.workload.num_heads, job.workload.vocab_size) for job in jobs]
-    assert found == [(768, 12, 50304), (32, 4, 101), (1024, 16, 151936)]
+    arguments = ["-m", "l2l", "-l", "2", "--seq", "64", "--model", "gpt2,tiny-llama,Qwen/Qwen3-0.6B"]
+    jobs = make_jobs(main.door.commands["sweep"].make_context("it", arguments).params, ())
+    shapes = [(job.workload.hidden_size, job.workload.num_heads, job.workload.vocab_size) for job in jobs]
+    assert shapes == [(768, 12, 50304), (32, 4, 101), (1024, 16, 151936)]
     assert {(job.workload.num_layers, job.workload.seq_len) for job in jobs} == {(2, 64)}
 
 
@@ -144,8 +144,8 @@ def test_a_plan_of_several_models_names_them() -> None:
 
 
 def test_a_model_by_its_config_is_shortened_by_its_layers() -> None:
-    words = ["-l", "2", "-m", "resident", "--model", "Qwen/Qwen3-0.6B"]
-    job = make_jobs(main.door.commands["run"].make_context("it", words).params, ())[0]
+    arguments = ["-l", "2", "-m", "resident", "--model", "Qwen/Qwen3-0.6B"]
+    job = make_jobs(main.door.commands["run"].make_context("it", arguments).params, ())[0]
     load = job.workload
     assert (load.num_layers, load.hidden_size, load.num_heads, load.vocab_size) == (2, 1024, 16, 151936)
     assert load.layers_text == "Qwen3-0.6B, 2 of 28 layers"
@@ -159,10 +159,10 @@ def test_a_model_by_its_config_is_shortened_by_its_layers() -> None:
 )
 def test_an_unknown_model_names_the_nearest_and_the_file_of_all(name: str, near: str) -> None:
     ended = cli.run("plan", "-m", "l2l", "--model", name)
-    told = (
+    message = (
         f"no model '{name}': did you mean {near}? {named_models.FILE} lists all {len(named_models.names())}"
     )
-    assert ended.returncode == 2 and told in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert ended.returncode == 2 and message in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 
 def test_a_folder_is_not_taken_for_the_model_whose_name_it_has(tmp_path: Path) -> None:

@@ -61,25 +61,25 @@ def computed(layer: nn.Module, x: Tensor) -> list[Tensor]:
     dy = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
     y.backward(dy)
     inputs = [x, *layer.parameters()]
-    grads = [each.grad for each in inputs]
-    for each in inputs:
-        each.grad = None
+    grads = [tensor.grad for tensor in inputs]
+    for tensor in inputs:
+        tensor.grad = None
     return [y.detach(), *grads]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_a_layer_in_blocks_has_the_outputs_and_gradients_of_the_whole(family: str) -> None:
     whole, blocks, x = layers(family, at_once=7)
-    for expected, found in zip(computed(whole, x), computed(blocks, x), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * float(expected.norm()))
+    for expected, in_blocks in zip(computed(whole, x), computed(blocks, x), strict=True):
+        torch.testing.assert_close(in_blocks, expected, rtol=1e-4, atol=1e-5 * float(expected.norm()))
 
 
 def test_so_it_has_under_autocast() -> None:
     whole, blocks, x = layers("llama", at_once=7)
     with torch.autocast("cpu", torch.bfloat16):
-        for expected, found in zip(computed(whole, x), computed(blocks, x), strict=True):
-            assert found.dtype == expected.dtype
-            torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01 * float(expected.norm()))
+        for expected, in_blocks in zip(computed(whole, x), computed(blocks, x), strict=True):
+            assert in_blocks.dtype == expected.dtype
+            torch.testing.assert_close(in_blocks, expected, rtol=0.02, atol=0.01 * float(expected.norm()))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
@@ -152,8 +152,11 @@ def test_a_sample_of_131072_tokens_fits_24_gib_with_one_layer_resident_at_a_time
     load = Workload(**named_models.load("Llama-3.1-8B").sizes, seq_len=2**17, batch_size=1, dtype="bf16")
     options = {"placement": "W", "window_size": 1, "activations": "host", "ends": "host"}
     plan = create("stronghold", options).plan(load, Room())
-    found = [round(each / GIB, 1) for each in (plan.device_bytes, load.layer_bytes, load.whole_layer_bytes)]
-    assert found == [14.2, 10.3, 34.6]
+    sizes = [
+        round(num_bytes / GIB, 1)
+        for num_bytes in (plan.device_bytes, load.layer_bytes, load.whole_layer_bytes)
+    ]
+    assert sizes == [14.2, 10.3, 34.6]
 
 
 def test_sizes_of_published_figures_and_the_published_gpt_are_computed_whole() -> None:

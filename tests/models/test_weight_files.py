@@ -70,10 +70,10 @@ def test_what_goes_in_and_out_is_bit_equal(family: str, dtype: str, tmp_path: Pa
     expected = loaded(folder)
     assert all(torch.equal(expected[name], weight) for name, weight in build(workload).named_parameters())
     save(workload, tmp_path / "out")
-    found = loaded(tmp_path / "out")
-    assert found.keys() == expected.keys()
+    saved = loaded(tmp_path / "out")
+    assert saved.keys() == expected.keys()
     assert all(
-        torch.equal(found[name], weight) and found[name].dtype == DTYPES[dtype]
+        torch.equal(saved[name], weight) and saved[name].dtype == DTYPES[dtype]
         for name, weight in expected.items()
     )
 
@@ -81,14 +81,16 @@ def test_what_goes_in_and_out_is_bit_equal(family: str, dtype: str, tmp_path: Pa
 def test_the_saved_configuration_is_the_given_one(tmp_path: Path) -> None:
     folder = written(tmp_path / "in", attention_dropout=0.1)
     save(starting_from(folder), tmp_path / "out")
-    given, found = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out"))
-    assert found == given
+    config_before, config_after = (
+        json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out")
+    )
+    assert config_after == config_before
 
 
 def test_no_file_is_larger_than_asked_unless_one_tensor_is(tmp_path: Path) -> None:
     save(starting_from(written(tmp_path / "in")), tmp_path / "out")
     files = [load_file(path) for path in (tmp_path / "out").glob("*.safetensors")]
-    assert all(len(held) == 1 or sum(each.nbytes for each in held.values()) <= SHARD for held in files)
+    assert all(len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= SHARD for held in files)
     assert len(files) > 2
 
 
@@ -100,10 +102,10 @@ def test_a_model_of_one_file_needs_no_index(tmp_path: Path) -> None:
 
 def test_names_may_lack_the_name_of_the_model(tmp_path: Path) -> None:
     folder = written(tmp_path / "in", "llama3.1")
-    weights = {name.removeprefix("model."): each for name, each in loaded(folder).items()}
+    weights = {name.removeprefix("model."): tensor for name, tensor in loaded(folder).items()}
     (tmp_path / "bare").mkdir()
     save_file(
-        {name: each.detach().clone() for name, each in weights.items()},
+        {name: tensor.detach().clone() for name, tensor in weights.items()},
         tmp_path / "bare" / "model.safetensors",
     )
     workload = starting_from(folder, weights=str(tmp_path / "bare"))
@@ -178,7 +180,7 @@ def test_a_tied_head_in_the_files_has_the_values_of_the_embedding(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"rms_norm_eps": 1e-4}, "got a config.json with rms_norm_eps 1e-06 instead of 0.0001; try --model"),
         ({"rope_theta": 1e4}, "with rope_parameters .*1000000.* instead of .*10000"),
@@ -187,11 +189,11 @@ def test_a_tied_head_in_the_files_has_the_values_of_the_embedding(tmp_path: Path
     ids=str,
 )
 def test_weights_of_a_model_that_computes_otherwise_are_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """Their tensors have the same names and shapes."""
     folder = written(tmp_path / "in")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         weight_files.check(starting_from(folder, config=hub_config.text_of(config_of("qwen2", **changes))))
     same = config_of("qwen2", max_position_embeddings=128, bos_token_id=3, use_sliding_window=False)
     weight_files.check(starting_from(folder, config=hub_config.text_of(same)))
@@ -213,7 +215,7 @@ def test_names_with_another_prefix_have_a_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "message"),
     [
         ("pytorch_model.bin", r"got pytorch_model\.bin, which only unpickling reads: try from_pretrained\("),
         (
@@ -223,11 +225,11 @@ def test_names_with_another_prefix_have_a_way_out(tmp_path: Path) -> None:
         ("adapter_config.json", "expected weights of a whole model, got an adapter .*; merge it"),
     ],
 )
-def test_files_that_are_not_read_have_a_way_out(file: str, told: str, tmp_path: Path) -> None:
+def test_files_that_are_not_read_have_a_way_out(file: str, message: str, tmp_path: Path) -> None:
     workload = starting_from(written(tmp_path / "in"), weights=str(tmp_path / "new"))
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / file).touch()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         weight_files.check(workload)
 
 
@@ -263,16 +265,26 @@ def test_the_part_for_texts_of_a_model_of_texts_and_images_is_trained_alone(tmp_
 def test_a_run_trains_what_transformers_loads_and_saves_what_it_loads_again(tmp_path: Path) -> None:
     folder = written(tmp_path / "in")
     sizes = ["--seq", "16", "-b", "2", "--steps", "3", "--lr", "1", "--no-probe"]
-    words = ["-m", "stronghold", "--model", folder, "--weights", folder, "--save", tmp_path / "out", *sizes]
-    done = cli.run(*words, "--results", tmp_path / "results")
+    arguments = [
+        "-m",
+        "stronghold",
+        "--model",
+        folder,
+        "--weights",
+        folder,
+        "--save",
+        tmp_path / "out",
+        *sizes,
+    ]
+    done = cli.run(*arguments, "--results", tmp_path / "results")
     assert done.returncode == 0 and "gate passed" in done.stdout, done.stderr
     assert f"weights and config.json, for transformers: {tmp_path / 'out'}" in done.stdout
     tokens = torch.from_numpy(batches(starting_from(folder), 3))
-    theirs = oracle.trained(folder, "fp32", "sdpa", tokens)
-    start, found = loaded(folder), loaded(tmp_path / "out")
+    trained = oracle.trained(folder, "fp32", "sdpa", tokens)
+    start, saved = loaded(folder), loaded(tmp_path / "out")
     for name in start:
-        weight = theirs[f"weight {name}"]
-        moved, apart = (weight - start[name]).norm(), (weight - found[name]).norm()
+        weight = trained[f"weight {name}"]
+        moved, apart = (weight - start[name]).norm(), (weight - saved[name]).norm()
         # whose gradient is little but rounding
         assert apart < 1e-3 * moved or name.endswith("k_proj.bias"), name
     assert len(list((tmp_path / "results").glob("*.json"))) == 2
@@ -320,20 +332,22 @@ REFUSED: list[tuple[str, Callable[[Path], Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("told", "damage", "words"), REFUSED, ids=[told for told, _, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("message", "damage", "arguments"), REFUSED, ids=[message for message, _, _ in REFUSED]
+)
 def test_weights_that_cannot_be_read_are_one_line(
-    told: str, damage: Callable[[Path], Any], words: list[str], tmp_path: Path
+    message: str, damage: Callable[[Path], Any], arguments: list[str], tmp_path: Path
 ) -> None:
     folder = written(tmp_path / "in")
     damage(folder)
-    call = ["-m", "resident", "--model", folder, "--weights", folder, "--seq", "16", "-b", "2", *words]
+    call = ["-m", "resident", "--model", folder, "--weights", folder, "--seq", "16", "-b", "2", *arguments]
     done = cli.run(*call, "--results", tmp_path / "results")
-    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and not [*(tmp_path / "results").glob("*")]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["-m", "resident", "--weights", "."], "--weights: expected a model with a config.json"),
         (
@@ -348,13 +362,13 @@ def test_weights_that_cannot_be_read_are_one_line(
     ],
 )
 def test_what_cannot_be_started_from_or_saved_is_one_line(
-    words: list[str], told: str, tmp_path: Path
+    arguments: list[str], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
-    named = [str(tmp_path / word) if word in ("new", "there") else word for word in words]
+    named = [str(tmp_path / word) if word in ("new", "there") else word for word in arguments]
     done = cli.run(*named, "--results", tmp_path / "results")
-    assert done.returncode == 2 and told in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
         done.stderr
     )
 
