@@ -328,7 +328,7 @@ def test_a_gpus_kernel_is_compiled_before_the_first_step(
     running: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events, workload = [], tiny(dtype="bf16")
-    monkeypatch.setattr(adamw_cuda, "_load", lambda device_index: events.append("compiled"))
+    monkeypatch.setattr(adamw_cuda, "_compiled_for", lambda device_index: events.append("compiled"))
 
     def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         events.append("step")

@@ -96,9 +96,8 @@ def test_the_plan_is_the_peak_of_both_memories(
 ) -> None:
     workload = Workload(num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, **batch)
     trained = create(method, {"activations": "host"} | ({"placement": placement} if placement else {}))
-    monkeypatch.setattr(
-        adamw_kernel, "compiled_library", lambda: None
-    )  # a plan has room for an update without it
+    # a plan has room for an update without it
+    monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     predicted, planned = predict(trained, workload), trained.plan(workload, Room())
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + small_bytes(workload)
     drawn = 2**20  # starting values of resident layers on their way through the host

@@ -128,9 +128,8 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
 ) -> None:
     workload = model(family, dtype=dtype)
     trained = create(method, {"ends": "host"} | ({"placement": placement} if placement else {}))
-    monkeypatch.setattr(
-        adamw_kernel, "compiled_library", lambda: None
-    )  # a plan has room for an update without it
+    # a plan has room for an update without it
+    monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     planned, predicted = trained.plan(workload, Room()), predict(trained, workload)
     room = small_bytes(workload) + workload.given_bytes
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + room

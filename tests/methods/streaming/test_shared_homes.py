@@ -144,9 +144,8 @@ def test_the_plan_is_the_rehearsals_peak_of_a_rank(
         num_layers=4, hidden_size=256, num_heads=16, seq_len=64, batch_size=4, vocab_size=512, dtype=dtype
     )
     trained = create(name, {"world_size": num_ranks, **options})
-    monkeypatch.setattr(
-        adamw_kernel, "compiled_library", lambda: None
-    )  # a plan has room for an update without it
+    # a plan has room for an update without it
+    monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     planned, predicted = trained.plan(load, Room()), predict(trained, load)
     assert predicted.device_bytes <= planned.device_bytes <= predicted.device_bytes + small_bytes(load)
     host_bytes = planned.host_bytes - planned.host["buffers"]  # gloo's, which a rehearsal does without

@@ -203,9 +203,8 @@ def test_the_plan_is_the_rehearsals_peak_and_room_for_small_numbers_in_both_memo
         num_layers=4, hidden_size=256, seq_len=64, vocab_size=512, dtype=dtype, clip_norm=clip_norm
     )
     stronghold = create("stronghold", {"placement": placement, "clipping": clipping})
-    monkeypatch.setattr(
-        adamw_kernel, "compiled_library", lambda: None
-    )  # a plan has room for an update without it
+    # a plan has room for an update without it
+    monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     predicted, planned = predict(stronghold, workload), stronghold.plan(workload, Room())
     # A rehearsal commits no update ahead of the norm, which meets two boundaries more.
     more = small_bytes(workload) + (2 * workload.boundary_bytes if clipping == "speculate" else 0)
