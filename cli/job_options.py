@@ -111,7 +111,7 @@ job_options = options.together(
     options.methods,
     options.machines,
     click.option("--rerun", is_flag=True, help="Run jobs again that have a record."),
-    options.probe,
+    options.probe_options,
     options.as_json,
 )
 

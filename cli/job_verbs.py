@@ -60,6 +60,7 @@ Examples:
     help="Write the trained weights and their config.json into a new folder, for transformers.",
 )
 @place_options
+@options.with_extent
 def run(extent: Extent | None, **values: Any) -> None:
     """Train by one method, several or all. A job that has a record is not run again, unless --rerun is given."""
     _train(Call.of(values, extent))
@@ -71,6 +72,7 @@ def run(extent: Extent | None, **values: Any) -> None:
     "--out", type=FILE, metavar="FILE", help="Write a table in Markdown: a verdict for each method and model."
 )
 @place_options
+@options.with_extent
 def sweep(extent: Extent | None, **values: Any) -> None:
     """Train every combination of the values given. A job that does not fit is a result, not an error."""
     _train(Call.of(values, extent), is_sweep=True)
@@ -83,7 +85,7 @@ def sweep(extent: Extent | None, **values: Any) -> None:
     is_flag=True,
     help="Also show the exact peak of device memory, by rehearsing the training on tensors without memory.",
 )
-def plan(exact: bool, extent: Extent | None, as_json: bool, **values: Any) -> None:
+def plan(exact: bool, as_json: bool, **values: Any) -> None:
     """Show what each method needs, and the largest depth that should fit. It neither trains nor allocates."""
     from cli.advice import plan_table
     from papers import laws as published_laws
@@ -157,6 +159,7 @@ def search(context: click.Context) -> None:
 )
 @job_options
 @click.pass_context
+@options.with_extent
 def largest(
     context: click.Context, of: str, repeats: int, extent: Extent | None, as_json: bool, **values: Any
 ) -> None:

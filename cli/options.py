@@ -90,22 +90,29 @@ probe_options = together(
 )
 
 
-def probe(command: Any) -> Any:
-    """Add the probe's options to a command. The command gets their values as one argument, `extent`: the probe's
-    extent, NONE for --no-probe, or None if no option of the probe was given."""
+def with_extent(command: Any) -> Any:
+    """Give a command the values of the probe's options as one argument, `extent`: the probe's extent, NONE for
+    --no-probe, or None if no option of the probe was given."""
 
     @functools.wraps(command)
-    def with_extent(
-        *,
+    def call(
+        *arguments: Any,
         no_probe: bool,
         probe: str | None,
         probe_layers: int | None,
         probe_steps: int | None,
         **options: Any,
     ) -> Any:
-        return command(**options, extent=_extent(no_probe, probe == "full", probe_layers, probe_steps))
+        return command(
+            *arguments, **options, extent=_extent(no_probe, probe == "full", probe_layers, probe_steps)
+        )
 
-    return probe_options(with_extent)
+    return call
+
+
+def probe(command: Any) -> Any:
+    """Add the probe's options to a command that takes an `extent`."""
+    return probe_options(with_extent(command))
 
 
 def _extent(is_left_out: bool, is_full: bool, layers: int | None, steps: int | None) -> Extent | None:

@@ -35,8 +35,8 @@ def offered(line: str) -> set[str]:
     ],
 )
 def test_what_may_follow_is_offered(line: str, among: str) -> None:
-    words = offered(line)
-    assert among in words and all(word.startswith(line.split(" ")[-1]) for word in words)
+    completions = offered(line)
+    assert among in completions and all(text.startswith(line.split(" ")[-1]) for text in completions)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
