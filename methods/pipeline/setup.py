@@ -96,10 +96,7 @@ def set_up_stage(
     names = counted_names(model, request.pairs)
     parts, active = _cut(model, sample, request.cuts, num_stages)
     shared = find_shared(model, parts, request.pairs)
-    stage_of: dict[str, int] = {}
-    for number, part in enumerate(parts):
-        for name, _ in part.module.named_parameters():
-            stage_of.setdefault(name, number)
+    stage_of = _first_stages(parts)  # before give_memory(), after which two names of a weight may differ
     starts = _starting_weights(parts[stage].module, dtype, request.init_weights, device)
     if dtype:
         model.to(dtype)
@@ -127,6 +124,15 @@ def set_up_stage(
         shared=shared,
         results=results,
     )
+
+
+def _first_stages(parts: Sequence[Part]) -> dict[str, int]:
+    """Return the number of the first stage that has each weight."""
+    stages: dict[str, int] = {}
+    for number, part in enumerate(parts):
+        for name, _ in part.module.named_parameters():
+            stages.setdefault(name, number)
+    return stages
 
 
 def _cut(
