@@ -63,13 +63,13 @@ def test_every_number_is_that_of_the_whole_tensor(shape: tuple[int, ...], dtype:
     start = initial(name, torch.Size(shape), TINY)
     moved = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.7)
     weight, exp_avg = (start + moved).to(dtype), torch.randn(shape, generator=generator)
-    found = inspect([TensorState(name, weight, exp_avg)], OfJob())[name]  # type: ignore[arg-type]
+    facts = inspect([TensorState(name, weight, exp_avg)], OfJob())[name]  # type: ignore[arg-type]
     change = (weight.float() - start).flatten().double()
-    assert found["changed"] == torch.count_nonzero(change).item() / change.numel()
+    assert facts["changed"] == torch.count_nonzero(change).item() / change.numel()
     for key, values in (("moved", change), ("size", weight.double()), ("exp_avg", exp_avg.double())):
-        assert found[key] == pytest.approx(values.norm().item(), rel=1e-3)
-    torch.testing.assert_close(torch.tensor(found["sketch"]), by_hand(change).float(), rtol=1e-5, atol=1e-4)
-    assert found["sha256"] == hashlib.sha256(weight.float().numpy().tobytes()).hexdigest()[:16]
+        assert facts[key] == pytest.approx(values.norm().item(), rel=1e-3)
+    torch.testing.assert_close(torch.tensor(facts["sketch"]), by_hand(change).float(), rtol=1e-5, atol=1e-4)
+    assert facts["sha256"] == hashlib.sha256(weight.float().numpy().tobytes()).hexdigest()[:16]
 
 
 def test_as_many_tensors_as_cores_are_kept_at_once() -> None:
@@ -84,9 +84,9 @@ def test_as_many_tensors_as_cores_are_kept_at_once() -> None:
             most = max(most, len(alive))
             yield TensorState(f"layers.{number}.ln1.weight", weight)
 
-    found = inspect(made_on_demand(), OfJob())  # type: ignore[arg-type]
+    tensors = inspect(made_on_demand(), OfJob())  # type: ignore[arg-type]
     # one waits, one is made, one was just done
-    assert len(found) == 64 and most <= len(os.sched_getaffinity(0)) + 3
+    assert len(tensors) == 64 and most <= len(os.sched_getaffinity(0)) + 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

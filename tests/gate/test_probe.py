@@ -77,17 +77,17 @@ def tensor(**changes) -> dict:
 
 def trained(losses: list[float], norms: list[float] | None = None, **changes) -> Record:
     """A record of these losses, with gradient norms and tensors of size 1."""
-    made = records.record(dataclasses.replace(job(), steps=len(losses), warmup=0))
+    record = records.record(dataclasses.replace(job(), steps=len(losses), warmup=0))
     fields = {
         "losses": losses,
         "grad_norms": norms or [1.0] * len(losses),
         "tensors": {"layers.0.fc1.weight": tensor()},
     }
-    return dataclasses.replace(made, **{**fields, **changes})
+    return dataclasses.replace(record, **{**fields, **changes})
 
 
-def probed_verdict(record: Record, reference: Record, found: Probe) -> Gate:
-    return with_probe(judge(record, reference), record, found)
+def probed_verdict(record: Record, reference: Record, trained_probe: Probe) -> Gate:
+    return with_probe(judge(record, reference), record, trained_probe)
 
 
 BASE = [2.0, 1.9, 1.8, 1.7]
@@ -110,8 +110,8 @@ LIMITS = limits.floor(trained(BASE), [trained(BASE)]).times(10)._replace(faint=l
     ],
 )
 def test_the_first_departure_names_the_fault(losses: list, norms: list, reason: str, step: int) -> None:
-    found = departures.departure(trained(losses, norms), trained(BASE), LIMITS)
-    assert found is not None and (found.reason, found.step) == (reason, step)
+    departure = departures.departure(trained(losses, norms), trained(BASE), LIMITS)
+    assert departure is not None and (departure.reason, departure.step) == (reason, step)
 
 
 def test_no_floor_is_below_one_rounding_and_a_step_s_is_the_largest_so_far() -> None:
@@ -142,8 +142,8 @@ def test_a_tensor_s_floor_is_the_farthest_rounding_s() -> None:
 def test_another_rounding_only_raises_a_floor() -> None:
     """So a training that is within the floor of some roundings is within that of all."""
     ends = [[2.0, 1.9, 1.8, 1.7 + far] for far in (1e-4, 3e-4, 2e-4)]
-    some, more = (limits.floor(trained(BASE), [trained(end) for end in ends[:num]]) for num in (1, 3))
-    assert all(a <= b for a, b in zip(some.losses, more.losses, strict=True)) and some.losses != more.losses
+    few, more = (limits.floor(trained(BASE), [trained(end) for end in ends[:num]]) for num in (1, 3))
+    assert all(a <= b for a, b in zip(few.losses, more.losses, strict=True)) and few.losses != more.losses
 
 
 def test_a_tensor_s_floor_is_the_median_tensor_s_at_least() -> None:
@@ -160,8 +160,8 @@ def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is
 ) -> None:
     names = ("a", "b")
     reference = trained(BASE, tensors=dict.fromkeys(names, tensor()))
-    some = trained(BASE, tensors={"a": tensor(), "b": tensor(**{moment: None})})
-    assert evidence.moment_differences(some, reference, moment) == {"a": 0.0, "b": math.inf}
+    partly = trained(BASE, tensors={"a": tensor(), "b": tensor(**{moment: None})})
+    assert evidence.moment_differences(partly, reference, moment) == {"a": 0.0, "b": math.inf}
     none = trained(BASE, tensors=dict.fromkeys(names, tensor(**{moment: None})))
     assert (
         f"{name} moments were not tested" in probed_verdict(none, reference, Probe(untested="no probe")).text
@@ -170,9 +170,11 @@ def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is
 
 def test_a_second_moment_off_by_more_than_rounding_is_a_departure_where_all_else_agrees() -> None:
     wrong = trained(BASE, tensors={"layers.0.fc1.weight": tensor(exp_avg_sq=1.1)})
-    found = departures.departure(wrong, trained(BASE), LIMITS)
+    departure = departures.departure(wrong, trained(BASE), LIMITS)
     assert (
-        found is not None and found.reason == "gradient-scale" and "second moment 1.0e-01 off" in found.seen
+        departure is not None
+        and departure.reason == "gradient-scale"
+        and "second moment 1.0e-01 off" in departure.seen
     )
 
 
@@ -182,9 +184,9 @@ def test_what_drops_other_elements_may_differ_by_six_times_what_dropout_changes(
 ) -> None:
     """Dropout changes a loss by 1 % here."""
     reference, undropped = trained(BASE), trained([loss / 1.01 for loss in BASE])
-    found = judge(trained([loss * factor for loss in BASE]), reference, undropped=undropped)
-    assert found.verdict == verdict
-    assert ("which elements are dropped was not compared" in found.text) is found.passed
+    gate = judge(trained([loss * factor for loss in BASE]), reference, undropped=undropped)
+    assert gate.verdict == verdict
+    assert ("which elements are dropped was not compared" in gate.text) is gate.passed
 
 
 @pytest.mark.parametrize(("moment", "verdict"), [(1.5, "tolerance"), (1.7, "failed")])
@@ -195,17 +197,17 @@ def test_of_other_dropout_the_farthest_tensor_is_held_to_the_farthest(moment: fl
     other = trained(
         [loss * 1.01 for loss in BASE], tensors={**dict.fromkeys("ac", tensor()), "b": tensor(exp_avg=moment)}
     )
-    found = judge(other, trained(BASE, tensors=dict.fromkeys("abc", tensor())), undropped=undropped)
-    assert found.verdict == verdict, found.text
+    gate = judge(other, trained(BASE, tensors=dict.fromkeys("abc", tensor())), undropped=undropped)
+    assert gate.verdict == verdict, gate.text
 
 
 def test_what_drops_nothing_is_named_where_dropout_shows() -> None:
     """It is as far from the reference as dropout takes that, which is within six times."""
     undropped = trained([loss / 1.01 for loss in BASE])
-    found = judge(
+    gate = judge(
         trained([loss * (1 + 1e-7) for loss in undropped.losses]), trained(BASE), undropped=undropped
     )  # type: ignore[operator]
-    assert (found.verdict, found.reason) == ("failed", "dropout")
+    assert (gate.verdict, gate.reason) == ("failed", "dropout")
     hardly = trained([loss * (1 + 1e-7) for loss in undropped.losses])  # type: ignore[operator]
     assert judge(undropped, hardly, undropped=undropped).passed
 
@@ -274,8 +276,8 @@ def test_norms_that_a_method_does_not_return_are_not_said_to_be_tested() -> None
 def test_a_bias_of_keys_may_end_anywhere_that_adamw_can_take_it(keys: float, verdict: str) -> None:
     """By hand: rates of 4.7e-8 times 1, 2, 3 and 4 are 4.7e-7, times 3.16 and the root of 32 elements 8.4e-6."""
     end = {"layers.0.attn.qkv.bias": tensor(moved=1e-6, size=math.hypot(1e-6, keys), left_out="keys")}
-    found = judge(trained([loss * (1 + 1e-7) for loss in BASE], tensors=end), trained(BASE, tensors=end))
-    assert (found.verdict, found.reason) == (verdict, "weights" if verdict == "failed" else ""), found.text
+    gate = judge(trained([loss * (1 + 1e-7) for loss in BASE], tensors=end), trained(BASE, tensors=end))
+    assert (gate.verdict, gate.reason) == (verdict, "weights" if verdict == "failed" else ""), gate.text
 
 
 def test_a_step_skipped_outside_fp16_fails_the_probe() -> None:
@@ -363,7 +365,7 @@ def test_more_roundings_are_trained_only_where_the_first_leave_a_departure(
     jobs = [
         event["job"] for event in events if event["event"] == "start" and event["job"].method == "rounded"
     ]
-    assert [each.options["names"] for each in jobs] == [",".join(names) for names in probe.ROUNDINGS[:parts]]
+    assert [job.options["names"] for job in jobs] == [",".join(names) for names in probe.ROUNDINGS[:parts]]
 
 
 @pytest.mark.probe
@@ -378,18 +380,18 @@ def test_forgotten_decay_fails_by_the_probe_alone(tmp_path: Path, in_process: No
 
 @pytest.mark.probe
 @pytest.mark.parametrize(
-    ("fault", "extent", "told"),
+    ("fault", "extent", "text"),
     [
         ("no decay beyond layer 4", Extent(layers=ALL_LAYERS), "probe: 20 steps at 4 of 6 layers in fp32"),
         ("no decay after step 20", Extent(steps=40), "probe: 20 steps at 4 of 6 layers in fp32"),
     ],
 )
 def test_more_layers_or_steps_see_what_is_wrong_in_them_alone(
-    fault: str, extent: Extent, told: str, tmp_path: Path, in_process: None
+    fault: str, extent: Extent, text: str, tmp_path: Path, in_process: None
 ) -> None:
     forgotten = job("planted", {"fault": fault}, num_layers=6)
     verdict = Sweep(tmp_path, PLANTED).run([resolve(forgotten, PLANTED)])[0].gate
-    assert verdict.passed and told in verdict.text
+    assert verdict.passed and text in verdict.text
     verdict = Sweep(tmp_path, PLANTED, probe=extent).run([resolve(forgotten, PLANTED)])[0].gate
     assert (verdict.verdict, verdict.reason) == ("failed", "update"), verdict.text
 
@@ -476,8 +478,8 @@ def test_a_first_loss_beyond_its_own_rounding_tells_of_the_forward_pass(far: flo
     losses = [2.0 * (1 + far), *BASE[1:]]
     wrong = trained(losses, [2.0, 1.0, 1.0, 1.0], tensors={"layers.0.fc1.weight": tensor(sha256="b")})
     rounded = trained([2.0, 1.9 * (1 + 1e-5), 1.8, 1.7])
-    found = departures.beyond_rounding(Trial(wrong, trained(BASE), (rounded,)), is_held_to_bits=False)
-    assert found is not None and (found.reason, found.step) == (reason, 1)
+    departure = departures.beyond_rounding(Trial(wrong, trained(BASE), (rounded,)), is_held_to_bits=False)
+    assert departure is not None and (departure.reason, departure.step) == (reason, 1)
 
 
 def shares(missing: float, key: str) -> dict:
@@ -492,10 +494,10 @@ def test_a_few_elements_that_were_never_updated_are_seen(
 ) -> None:
     """The last 16 elements of a tensor were never updated in bf16, within its rounding."""
     reference = trained(BASE, tensors=shares(0, key))
-    ours, other = (trained(BASE, tensors=shares(num, key)) for num in (missing, spread))
-    ours.tensors["layers.0.fc1.weight"]["sha256"] = "b"
-    found = departures.beyond_rounding(Trial(ours, reference, (other,)), is_held_to_bits=False)
-    assert (found.reason if found else "") == ("partial-update" if is_seen else "")
+    record, other = (trained(BASE, tensors=shares(num, key)) for num in (missing, spread))
+    record.tensors["layers.0.fc1.weight"]["sha256"] = "b"
+    departure = departures.beyond_rounding(Trial(record, reference, (other,)), is_held_to_bits=False)
+    assert (departure.reason if departure else "") == ("partial-update" if is_seen else "")
 
 
 @pytest.mark.parametrize("batch_size, tokens", [(1, 64), (4, 64), (8, 32), (32, 8), (256, 8)])
@@ -564,12 +566,12 @@ def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, 
 @pytest.mark.probe
 @pytest.mark.heavy
 def test_the_door_probes_unless_told_not_to(tmp_path: Path, forked: None) -> None:
-    words = [*WORDS[:1], "l2l", *WORDS[2:], "--device", "cpu", "--results", tmp_path]
-    without = cli.run(*words, "--no-probe")
+    arguments = [*WORDS[:1], "l2l", *WORDS[2:], "--device", "cpu", "--results", tmp_path]
+    without = cli.run(*arguments, "--no-probe")
     assert (
         without.returncode == 0 and "; the probe was left out; decay and the learning rate" in without.stdout
     )
-    probed = cli.run(*words)
+    probed = cli.run(*arguments)
     assert probed.returncode == 0 and "; probe: 20 steps in fp32" in probed.stdout
 
 
@@ -582,11 +584,11 @@ def test_a_record_of_before_there_was_a_probe_is_read() -> None:
 def test_a_norm_may_be_off_by_what_one_sum_over_a_vocabulary_rounds(norm: float, verdict: str) -> None:
     """An engine that sums in fp64 was 2.8e-4 from the reference at this vocabulary and width."""
     workload = dataclasses.replace(job().workload, hidden_size=64, vocab_size=50304)
-    made = trained(BASE), trained(BASE, [norm] * 4, tensors={"layers.0.fc1.weight": tensor(sha256="b")})
-    theirs, ours = (
-        dataclasses.replace(each, job=dataclasses.replace(each.job, workload=workload)) for each in made
+    pair = trained(BASE), trained(BASE, [norm] * 4, tensors={"layers.0.fc1.weight": tensor(sha256="b")})
+    reference, record = (
+        dataclasses.replace(one, job=dataclasses.replace(one.job, workload=workload)) for one in pair
     )
-    assert judge(ours, theirs).verdict == verdict
+    assert judge(record, reference).verdict == verdict
 
 
 @pytest.mark.parametrize(("ulps", "verdict"), [(1.2, "tolerance"), (2.5, "failed")])
@@ -617,8 +619,8 @@ def test_a_value_and_a_limit_that_round_alike_have_a_digit_more() -> None:
 )
 def test_a_wrong_gradient_says_what_to_look_at(norms: list, parts: int, hint: str) -> None:
     of = dataclasses.replace(job(micro_batches=parts), steps=4, warmup=0)
-    found = departures.departure(trained(BASE, norms, job=of), trained(BASE, job=of), LIMITS)
-    assert found is not None and hint in found.text
+    departure = departures.departure(trained(BASE, norms, job=of), trained(BASE, job=of), LIMITS)
+    assert departure is not None and hint in departure.text
 
 
 @pytest.mark.parametrize(
@@ -643,9 +645,9 @@ def test_a_deeper_probe_has_a_wider_limit() -> None:
 @pytest.mark.parametrize(("dtype", "times"), [("fp32", 20), ("bf16", 3), ("fp16", 40)])
 def test_in_bf16_the_median_tensor_s_way_has_a_stricter_limit(dtype: str, times: float) -> None:
     """Copies of the weights without each matrix's last row end 4.5 times the floor away, honest runs within 1.1."""
-    found = _times_the_floor(trained(BASE, job=dataclasses.replace(job(dtype=dtype), steps=4, warmup=0)))
-    assert found.medians["way"] == pytest.approx(times)
-    assert found.medians["exp_avg"] == pytest.approx(20 if dtype == "fp32" else 40)
+    widened = _times_the_floor(trained(BASE, job=dataclasses.replace(job(dtype=dtype), steps=4, warmup=0)))
+    assert widened.medians["way"] == pytest.approx(times)
+    assert widened.medians["exp_avg"] == pytest.approx(20 if dtype == "fp32" else 40)
 
 
 def _times_the_floor(reference: Record) -> limits.Limits:
@@ -659,9 +661,9 @@ def _times_the_floor(reference: Record) -> limits.Limits:
 @pytest.mark.parametrize(("size", "reason"), [(1 + 1.4e-5, None), (1 + 6e-5, "gradient-scale")])
 def test_a_second_moment_may_be_off_by_what_beta_rounds_in_fp32(size: float, reason: str | None) -> None:
     """DeepSpeed's Adam of a CPU was 1.3e-5 from the reference in every tensor."""
-    theirs, ours = (
+    reference, record = (
         trained(BASE),
         trained(BASE, tensors={"layers.0.fc1.weight": tensor(sha256="b", exp_avg_sq=size)}),
     )
-    found = departures.beyond_rounding(Trial(ours, theirs, (theirs,)), is_held_to_bits=False)
-    assert (found and found.reason) == reason
+    departure = departures.beyond_rounding(Trial(record, reference, (reference,)), is_held_to_bits=False)
+    assert (departure and departure.reason) == reason

@@ -77,7 +77,7 @@ def test_a_method_does_not_ask_for_several_models_by_itself(tmp_path: Path) -> N
 def test_the_models_that_a_job_asks_for_halve_the_learning_rate_and_within_it_the_batch() -> None:
     load = dataclasses.replace(TINY, batch_size=4, learning_rate=0.5)
     job = Job("hydra", load, {"num_models": 4, "num_batch_sizes": 2})
-    sizes = [(each.learning_rate, each.batch_size) for each in workloads_of(job)]
+    sizes = [(load.learning_rate, load.batch_size) for load in workloads_of(job)]
     assert sizes == [(0.5, 4), (0.5, 2), (0.25, 4), (0.25, 2)]
     assert workloads_of(Job("l2l", load)) == [load]
 

@@ -110,7 +110,7 @@ def test_matrices_that_end_larger_by_what_decay_takes_are_told_as_without_decay(
     job = Job("planted", WORKLOAD, steps=STEPS)
     taken = WEIGHT_DECAY * sum(WORKLOAD.learning_rate_at(step) for step in range(1, STEPS + 1))
     ends = {"layers.0.qkv.weight": matrices, "layers.0.qkv.bias": vectors, "layers.0.ln1.weight": vectors}
-    ours, theirs = (
+    record, reference = (
         Record(
             job,
             "",
@@ -122,8 +122,8 @@ def test_matrices_that_end_larger_by_what_decay_takes_are_told_as_without_decay(
         )
         for times in (1, 0)
     )
-    told = causes.without_decay(ours, theirs)
-    assert told.endswith("as without decay") == is_told and bool(told) == is_told
+    text = causes.without_decay(record, reference)
+    assert text.endswith("as without decay") == is_told and bool(text) == is_told
 
 
 def test_weight_decay_on_norms_is_seen_in_where_the_weights_end_though_they_move_as_far() -> None:
@@ -226,12 +226,12 @@ def test_no_throughput_without_a_passing_gate() -> None:
 
 def test_of_several_models_the_worst_one_is_the_verdict_and_named() -> None:
     good, bad = Gate("exact", "", "bit-equal"), Gate("failed", "loss", "loss 2 instead of 1")
-    found = together([good, bad, good])
-    assert (found.verdict, found.reason) == (
+    gate = together([good, bad, good])
+    assert (gate.verdict, gate.reason) == (
         "failed",
         "loss",
-    ) and found.text == "model 2 of 3: loss 2 instead of 1"
-    assert found.evidence["models"] == ["exact", "failed", "exact"]
+    ) and gate.text == "model 2 of 3: loss 2 instead of 1"
+    assert gate.evidence["models"] == ["exact", "failed", "exact"]
     assert together([good, good]).text == "each of 2 models: bit-equal"
     assert together([good]) is good
 
@@ -352,8 +352,8 @@ def test_a_training_in_fp32_has_no_speed_in_half_precision(
 ) -> None:
     """It is within what half precision rounds."""
     job = dataclasses.replace(reference().job, workload=dataclasses.replace(WORKLOAD, dtype=dtype))
-    theirs = dataclasses.replace(reference(), job=job, kernels=kernels)
-    assert judge(theirs, theirs).verdict == verdict
+    record = dataclasses.replace(reference(), job=job, kernels=kernels)
+    assert judge(record, record).verdict == verdict
 
 
 STATE = 12 * WORKLOAD.num_params  # weights and two moments in fp32

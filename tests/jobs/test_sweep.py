@@ -67,10 +67,10 @@ def test_as_many_other_cores_are_another_measurement_and_on_record(
     keys = {Sweep(tmp_path).key(job)}
     monkeypatch.setattr(machine, "facts", machine.facts.__wrapped__)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    for cores, told in (({0, 2, 3}, "0,2-3"), ({0, 1, 2}, "0-2"), ({7}, "7")):
+    for cores, affinity in (({0, 2, 3}, "0,2-3"), ({0, 1, 2}, "0-2"), ({7}, "7")):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
         keys.add(Sweep(tmp_path).key(job))
-        assert machine.facts()["affinity"] == told
+        assert machine.facts()["affinity"] == affinity
     assert len(keys) == 4
 
 
@@ -79,10 +79,10 @@ def test_another_python_is_another_measurement_and_a_patch_of_it_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, is_same: bool
 ) -> None:
     (job,) = jobs("resident")
-    found = {**machine.software(), "python": "3.11.1"}
+    software = {**machine.software(), "python": "3.11.1"}
     keys = []
-    for each in ("3.11.1", version):
-        monkeypatch.setattr(machine, "software", lambda each=each: {**found, "python": each})
+    for python in ("3.11.1", version):
+        monkeypatch.setattr(machine, "software", lambda python=python: {**software, "python": python})
         keys.append(Sweep(tmp_path).key(job))
     assert (keys[0] == keys[1]) == is_same
 
@@ -154,31 +154,31 @@ def test_a_reference_that_shared_its_device_judges_and_is_measured_again_for_its
 def test_what_is_asked_for_is_timed_and_references_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    launched = []
 
-    def launch(job: Job, *words, is_timed: bool, **others) -> Path:
-        told.append((job.method, is_timed))
-        return forks.launch(job, *words)
+    def launch(job: Job, *arguments, is_timed: bool, **others) -> Path:
+        launched.append((job.method, is_timed))
+        return forks.launch(job, *arguments)
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)
     Sweep(Path(tempfile.mkdtemp(dir=tmp_path))).run(plans("l2l"))
     Sweep(Path(tempfile.mkdtemp(dir=tmp_path))).run(plans("l2l", "resident"))
-    assert told == [("l2l", True), ("resident", False), ("l2l", True), ("resident", True)]
+    assert launched == [("l2l", True), ("resident", False), ("l2l", True), ("resident", True)]
 
 
 def test_what_is_asked_for_is_timed_although_its_code_changed_since_the_call_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, bool]] = []
+    launched: list[tuple[str, bool]] = []
 
-    def launch(job: Job, *words, is_timed: bool, **others) -> Path:
-        told.append((job.method, is_timed))
-        return records.launch(job, *words)
+    def launch(job: Job, *arguments, is_timed: bool, **others) -> Path:
+        launched.append((job.method, is_timed))
+        return records.launch(job, *arguments)
 
     monkeypatch.setattr("harness.jobs.sweep.launch", launch)
-    monkeypatch.setattr(Store, "key", lambda self, job: f"{job.method} {bool(told)}")
+    monkeypatch.setattr(Store, "key", lambda self, job: f"{job.method} {bool(launched)}")
     Sweep(tmp_path).run(plans("resident", "l2l"))
-    assert told[:2] == [("resident", True), ("l2l", True)]
+    assert launched[:2] == [("resident", True), ("l2l", True)]
 
 
 def test_rerun_measures_again_but_the_reference_only_once(tmp_path: Path, in_process: None) -> None:
@@ -226,8 +226,8 @@ def test_another_corpus_under_the_same_name_is_another_job(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["bin", "idx"])
 def test_a_corpus_rewritten_with_its_size_and_times_kept_is_another_job(tmp_path: Path, kind: str) -> None:
     job, keys = Job("resident", dataclasses.replace(TINY, corpus=str(tmp_path / "text"))), []
-    for each in ("bin", "idx"):
-        (tmp_path / f"text.{each}").write_bytes(bytes(2**21))
+    for ending in ("bin", "idx"):
+        (tmp_path / f"text.{ending}").write_bytes(bytes(2**21))
     path = tmp_path / f"text.{kind}"
     times = path.stat()
     for contents in (bytes(2**21), bytes(2**20) + b"\1" * 2**20):
@@ -284,9 +284,9 @@ def test_a_placement_of_so_many_layers_fits_no_other_depth() -> None:
 def test_a_placement_that_does_not_fit_is_what_to_leave_out_where_others_do(placement: str) -> None:
     workload = Workload(num_layers=40, hidden_size=128, seq_len=64, vocab_size=512)
     job = Job("stronghold", workload, {"placement": placement}, Budget(16 * 2**20, 64 * 2**20))
-    told = f"the largest that should fit without --placement {placement} has -l "
-    _, found, rest = (resolve(job)[2] or "").partition(told)
-    assert found
+    advice = f"the largest that should fit without --placement {placement} has -l "
+    _, separator, rest = (resolve(job)[2] or "").partition(advice)
+    assert separator
     depth = int(rest.partition(",")[0])
     fits = [
         resolve(dataclasses.replace(job, workload=workload.at_depth(n), options={}))[2]
@@ -323,7 +323,7 @@ def test_two_references_of_one_call_do_not_print_alike(change: dict) -> None:
 def test_several_jobs_end_in_a_table_with_a_column_for_what_differs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = [
+    ended = [
         records.record(Job("l2l", Workload(num_layers=2))),
         records.record(Job("stronghold", Workload(num_layers=4), {"window_size": 2, "clipping": "deferred"})),
         records.record(
@@ -331,7 +331,7 @@ def test_several_jobs_end_in_a_table_with_a_column_for_what_differs(
         ),
         records.record(Job("stronghold", Workload(num_layers=8)), status="oom-host"),
     ]
-    print_results(found)
+    print_results(ended)
     head, _, *lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert head == ["method", "layers", "window_size", "samples/s", "device", "host", "result"]
     assert lines == [
@@ -356,22 +356,26 @@ def test_options_are_told_once_for_each_of_several_jobs(total: int, times: int) 
 
 def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Path) -> None:
     line = closing_line(Sweep(tmp_path).run(plans("l2l"))[0])
-    for words in ("l2l", "0.0291 M parameters", "samples/s", "host peak", "gate passed (exact)"):
-        assert words in line
+    for part in ("l2l", "0.0291 M parameters", "samples/s", "host peak", "gate passed (exact)"):
+        assert part in line
 
 
 @pytest.mark.parametrize(
-    ("retries", "told"), [(0, ""), (1, "emptied its cache once"), (7, "emptied its cache 7 times")]
+    ("retries", "warning"), [(0, ""), (1, "emptied its cache once"), (7, "emptied its cache 7 times")]
 )
-def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: int, told: str) -> None:
+def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: int, warning: str) -> None:
     record = records.record(dataclasses.replace(jobs("l2l")[0], steps=6), num_alloc_retries=retries)
     speed = closing_line(record).split("samples/s")[1].split(", host peak")[0]
     small_print = record_row(Entry(1, Path("log.json"), record))["samples/s"].more
-    assert (speed, small_print) == (f" (the allocator {told})", f"the allocator {told}") if told else ("", "")
+    assert (
+        (speed, small_print) == (f" (the allocator {warning})", f"the allocator {warning}")
+        if warning
+        else ("", "")
+    )
 
 
 @pytest.mark.parametrize(
-    ("steps", "warmup", "told"),
+    ("steps", "warmup", "warning"),
     [
         (3, 2, " (1 step timed after 2 of warm-up, too few; try --steps 10)"),
         (5, 2, " (3 steps timed after 2 of warm-up, too few; try --steps 7)"),
@@ -380,20 +384,20 @@ def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: in
         (10, 5, ""),
     ],
 )
-def test_a_speed_that_rests_on_few_steps_says_so(steps: int, warmup: int, told: str) -> None:
+def test_a_speed_that_rests_on_few_steps_says_so(steps: int, warmup: int, warning: str) -> None:
     job = dataclasses.replace(jobs("l2l")[0], steps=steps, warmup=warmup)
-    assert closing_line(records.record(job)).split("samples/s")[1].split(", host peak")[0] == told
+    assert closing_line(records.record(job)).split("samples/s")[1].split(", host peak")[0] == warning
 
 
 def test_a_refused_job_is_advised_about_what_was_asked_for() -> None:
     """A resolved job names a placement that nobody gave, and a window that was."""
-    asked = Job("stronghold", Workload(num_layers=40), {"window_size": 2}, Budget(host_bytes=24 * GIB))
-    resolved, _, shortfall = resolve(asked, room=asked.budget.room)
-    again = resolve(resolved, room=asked.budget.room)[2]
+    job = Job("stronghold", Workload(num_layers=40), {"window_size": 2}, Budget(host_bytes=24 * GIB))
+    resolved, _, shortfall = resolve(job, room=job.budget.room)
+    again = resolve(resolved, room=job.budget.room)[2]
     assert (
         "placement" in resolved.options
         and again == shortfall
         and "the largest that should fit has -l 2" in again
     )
-    given = dataclasses.replace(asked, options={"placement": "R1W39"})
-    assert "without --placement R1W39" in str(resolve(given, room=asked.budget.room)[2])
+    placed = dataclasses.replace(job, options={"placement": "R1W39"})
+    assert "without --placement R1W39" in str(resolve(placed, room=job.budget.room)[2])

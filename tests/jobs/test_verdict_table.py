@@ -45,8 +45,8 @@ def test_columns_are_named_by_models_and_by_layers_where_a_model_has_several_num
     gpt = Workload(num_layers=2)
 
     def heads(*loads: Workload) -> list[str] | None:
-        found = verdict_table.columns([Job("l2l", load) for load in loads])
-        return None if found is None else [*found.values()]
+        heads = verdict_table.columns([Job("l2l", load) for load in loads])
+        return None if heads is None else [*heads.values()]
 
     assert heads(LLAMA, gpt, LLAMA) == ["tiny-llama", "GPT"]
     assert heads(LLAMA, LLAMA.at_depth(2)) == ["tiny-llama, 3 layers", "tiny-llama, 2 of 3 layers"]
@@ -56,7 +56,7 @@ def test_columns_are_named_by_models_and_by_layers_where_a_model_has_several_num
 
 
 def test_a_sweep_over_models_writes_what_each_method_made_of_each(tmp_path: Path, in_process: None) -> None:
-    words = (
+    arguments = (
         "-m",
         "l2l,superoffload",
         "--model",
@@ -68,14 +68,14 @@ def test_a_sweep_over_models_writes_what_each_method_made_of_each(tmp_path: Path
         "--steps",
         "3",
     )
-    ended = cli.run("sweep", *words, "--no-probe", "--results", tmp_path, "--out", tmp_path / "table.md")
+    ended = cli.run("sweep", *arguments, "--no-probe", "--results", tmp_path, "--out", tmp_path / "table.md")
     assert ended.returncode == 0, ended.stderr
-    told = (tmp_path / "table.md").read_text()
-    assert "| method | tiny-llama | tiny-qwen3 |\n| --- | --- | --- |\n| l2l | exact | exact |\n" in told
-    assert "`./run.sh sweep -m l2l,superoffload --model tiny-llama,tiny-qwen3 -b 2" in told
+    page = (tmp_path / "table.md").read_text()
+    assert "| method | tiny-llama | tiny-qwen3 |\n| --- | --- | --- |\n| l2l | exact | exact |\n" in page
+    assert "`./run.sh sweep -m l2l,superoffload --model tiny-llama,tiny-qwen3 -b 2" in page
     assert (
-        told.count("- refused, such as superoffload, tiny-llama, 3 layers: ")
-        == told.count("refused, such")
+        page.count("- refused, such as superoffload, tiny-llama, 3 layers: ")
+        == page.count("refused, such")
         == 1
     )
     assert "exact" in ended.stdout

@@ -70,10 +70,10 @@ def drawn(number: int, folder: Path) -> dict[str, float]:
     largest = {row[0]: row[1] for row in sorted(extracted(folder, SIZES), key=lambda row: float(row[2]))}
     speeds = extracted(folder, SPEEDS)
     if number == 1:  # the largest size of each method
-        found, height = [(row[0], row[2]) for row in extracted(folder, SIZES)], max
+        pairs, height = [(row[0], row[2]) for row in extracted(folder, SIZES)], max
     elif number == 2:  # each baseline at its largest size, and STRONGHOLD there
         pairs = [(name, (name, ORDER[-1])) for name in ORDER[:-1]]
-        found = [
+        pairs = [
             (f"{name}/{row[2]}", row[4])
             for name, both in pairs
             for row in speeds
@@ -81,12 +81,12 @@ def drawn(number: int, folder: Path) -> dict[str, float]:
         ]
         height = statistics.fmean
     elif number == 3:  # all methods at one size
-        found, height = [(row[2], row[4]) for row in speeds if row[0] == "l-32"], statistics.fmean
+        pairs, height = [(row[2], row[4]) for row in speeds if row[0] == "l-32"], statistics.fmean
     else:  # the median step by layers; by window
-        found, height = extracted(folder, TIMES if number == 4 else WINDOWS), statistics.median
-    labels = list(dict.fromkeys(label for label, _ in found))
+        pairs, height = extracted(folder, TIMES if number == 4 else WINDOWS), statistics.median
+    labels = list(dict.fromkeys(label for label, _ in pairs))
     axes = Figure().subplots()
-    axes.bar(labels, [height(float(value) for own, value in found if own == label) for label in labels])
+    axes.bar(labels, [height(float(value) for bar, value in pairs if bar == label) for label in labels])
     axes.figure.savefig(folder / f"case{number}.png")
     return dict(zip(labels, (bar.get_height() for bar in axes.patches), strict=True))
 
@@ -99,24 +99,24 @@ def test_five_speeds_of_each_method_are_extracted_and_drawn(folder: Path) -> Non
     """The engines' are means since the third step, the others' of their interval, as published."""
     rows = extracted(folder, SPEEDS)
     for name in PUBLISHED_METHODS:
-        own = [row for row in rows if row[:3] == ["l-32", "hs-2048", name]]
-        assert {row[3] for row in own} == {"SamplesPerSec" if "zero" in name else "SamplesPerSecond"}
+        of_method = [row for row in rows if row[:3] == ["l-32", "hs-2048", name]]
+        assert {row[3] for row in of_method} == {"SamplesPerSec" if "zero" in name else "SamplesPerSecond"}
         seconds = seconds_of(name)
         ends = range(10, 51, 10)
         expected = [
             4 / statistics.fmean(seconds[2:end] if "zero" in name else seconds[end - 10 : end])
             for end in ends
         ]
-        assert [float(row[4]) for row in own] == pytest.approx(expected)
+        assert [float(row[4]) for row in of_method] == pytest.approx(expected)
 
 
 def test_the_times_of_a_window_are_extracted(folder: Path) -> None:
     expected = [
         1000 * statistics.fmean(seconds_of("stronghold")[end - 10 : end]) for end in range(10, 51, 10)
     ]
-    found = extracted(folder, TIMES)
-    assert [row[0] for row in found] == ["l-32"] * 5
-    assert [float(row[1]) for row in found] == pytest.approx(expected, abs=0.1)
+    pairs = extracted(folder, TIMES)
+    assert [row[0] for row in pairs] == ["l-32"] * 5
+    assert [float(row[1]) for row in pairs] == pytest.approx(expected, abs=0.1)
 
 
 def test_every_figure_is_drawn_from_our_logs(folder: Path) -> None:
@@ -125,9 +125,11 @@ def test_every_figure_is_drawn_from_our_logs(folder: Path) -> None:
         write_log(folder, name, num_layers, window)
     ends, seconds = range(10, 51, 10), {name: seconds_of(name) for name in PUBLISHED_METHODS}
     intervals = {
-        name: [statistics.fmean(found[end - 10 : end]) for end in ends] for name, found in seconds.items()
+        name: [statistics.fmean(values[end - 10 : end]) for end in ends] for name, values in seconds.items()
     }
-    speed = {name: statistics.fmean(4 / interval for interval in found) for name, found in intervals.items()}
+    speed = {
+        name: statistics.fmean(4 / interval for interval in values) for name, values in intervals.items()
+    }
     for name in ("zero-offload", "zero-infinity"):
         speed[name] = statistics.fmean(4 / statistics.fmean(seconds[name][2:end]) for end in ends)
     step = 1000 * statistics.median(intervals["stronghold"])
@@ -151,11 +153,11 @@ def test_a_references_log_reads_as_any_other(folder: Path) -> None:
     write_log(folder, method.reference(), 32, 15)
     logs = {path.name.split("_")[1]: parse.read(path) for path in (folder / "results").glob("*.txt")}
     reference, other = logs[method.reference()], logs["megatron-lm"]
-    assert [each.elapsed_ms for each in reference.intervals] == [
+    assert [interval.elapsed_ms for interval in reference.intervals] == [
         pytest.approx(1000 * statistics.fmean(seconds_of("resident")[end - 10 : end]), abs=0.1)
         for end in range(10, 51, 10)
     ]
-    assert [each.loss for each in reference.intervals] == [9.0] * 5
+    assert [interval.loss for interval in reference.intervals] == [9.0] * 5
     assert reference.parameters_billion == other.parameters_billion
     assert len(reference.interval_speeds) == len(other.interval_speeds) == 5
 
@@ -170,8 +172,8 @@ def test_the_stand_ins_read_the_published_logs(tmp_path: Path) -> None:
     assert len([row for row in extracted(tmp_path, TIMES) if row[0] == "l-32"]) == 5
 
 
-def jobs_of(words: str) -> list[Job]:
-    return make_jobs(job_verbs.run.make_context("run", words.split()).params, ())
+def jobs_of(command: str) -> list[Job]:
+    return make_jobs(job_verbs.run.make_context("run", command.split()).params, ())
 
 
 def test_the_artifacts_settings_are_its_own_and_what_is_given_beside_overrides_them() -> None:
@@ -179,8 +181,8 @@ def test_the_artifacts_settings_are_its_own_and_what_is_given_beside_overrides_t
     assert [job.method for job in jobs] == PUBLISHED_METHODS
     assert {(job.steps, job.workload.dropout, job.workload.num_layers) for job in jobs} == {(50, 0.1, 32)}
     assert jobs[-1].options["window_size"] == 4
-    (own,) = jobs_of("--as sc22 -m stronghold -w 15 --steps 20")
-    assert (own.options["window_size"], own.steps, own.workload.dropout) == (15, 20, 0.1)
+    (job,) = jobs_of("--as sc22 -m stronghold -w 15 --steps 20")
+    assert (job.options["window_size"], job.steps, job.workload.dropout) == (15, 20, 0.1)
 
 
 def test_the_artifacts_window_is_no_wider_than_the_model() -> None:

@@ -46,7 +46,7 @@ from tests.support.logs import (
 
 @needs_published
 def test_the_raw_logs_get_the_known_verdicts(tmp_path: Path) -> None:
-    found = {
+    verdicts = {
         (record.job.method, record.job.workload.num_layers): (
             record.status,
             record.gate.verdict,
@@ -54,7 +54,7 @@ def test_the_raw_logs_get_the_known_verdicts(tmp_path: Path) -> None:
         )
         for record in imported(PUBLISHED / "logs", results=tmp_path)
     }
-    assert found == {
+    assert verdicts == {
         ("megatron-lm", 32): ("ok", "tolerance", ""),
         ("zero-offload", 48): ("ok", "tolerance", ""),
         ("zero-infinity", 32): ("ok", "failed", "loss"),
@@ -114,12 +114,12 @@ def test_our_own_logs_say_how_their_runs_ended(tmp_path: Path) -> None:
     Sweep(logs).run([resolve(Job("resident", load.at_depth(MOST_LAYERS)))])
     (logs / BUILD_LOG.format("zenflow")).write_text("ninja: no work to do")
     records = sorted(imported(logs, results=tmp_path), key=lambda record: record.evidence["log"])
-    own = sorted(read_all(logs)[0].items(), key=lambda item: item[0].name)
+    recorded_runs = sorted(read_all(logs)[0].items(), key=lambda item: item[0].name)
     assert [record.status for record in records] == ["oom-device", "does-not-fit", "ok"]
-    for record, (_, recorded) in zip(records, own, strict=True):
+    for record, (_, recorded) in zip(records, recorded_runs, strict=True):
         assert record.job.workload == recorded.job.workload and record.reason == recorded.reason
         assert (record.status, record.phase) == (recorded.status, recorded.phase)
-    assert records[-1].losses == [pytest.approx(statistics.fmean(own[-1][1].losses), rel=1e-5)]
+    assert records[-1].losses == [pytest.approx(statistics.fmean(recorded_runs[-1][1].losses), rel=1e-5)]
 
 
 def test_importing_twice_writes_nothing_new_and_leaves_the_logs_alone(tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_importing_twice_writes_nothing_new_and_leaves_the_logs_alone(tmp_path: 
     assert before == {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
 
 
-@pytest.mark.parametrize("words", [["/nowhere/log.txt"], []])
-def test_a_call_without_a_log_is_a_mistake_in_one_line(tmp_path: Path, words: list[str]) -> None:
-    done = run("import", *words, "--results", tmp_path)
+@pytest.mark.parametrize("arguments", [["/nowhere/log.txt"], []])
+def test_a_call_without_a_log_is_a_mistake_in_one_line(tmp_path: Path, arguments: list[str]) -> None:
+    done = run("import", *arguments, "--results", tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
@@ -157,8 +157,8 @@ def test_an_empty_folder_is_a_mistake(tmp_path: Path) -> None:
 def test_a_log_of_a_year_that_no_record_has_is_skipped(tmp_path: Path) -> None:
     name = name_of("l2l", 2, 64).replace("1656730240", "999999999999")
     path, skipped = write_log(tmp_path / "logs", name, megatron_lines(2, 64, [9.0, 8.0])), []
-    found = import_logs([path], tmp_path, None, lambda *each: skipped.append(each))
-    assert not list(found) and "expected started as seconds from 1970 to the year 9999" in skipped[0][1]
+    imported = import_logs([path], tmp_path, None, lambda *skip: skipped.append(skip))
+    assert not list(imported) and "expected started as seconds from 1970 to the year 9999" in skipped[0][1]
 
 
 def test_sweep_and_fairness_table_take_no_imported_record_for_their_own(tmp_path: Path) -> None:
@@ -190,9 +190,9 @@ def varied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     odd = [*steps_of(size=4)[:20], "step 21: loss 3.0", "RuntimeError: \x1b[31m\u202eout\x07"]
     write_log(folder / "logs", SMALL_NAME.replace("megatron-lm", "l2l"), odd)
     write_log(folder / "logs", SMALL_NAME.replace("megatron-lm", "other"), ["KeyboardInterrupt"])
-    own = own_lines(2, 64, [9.0])
-    own[0] = own[0].replace("no options", "{'world_size': 'x'}")
-    write_log(folder / "logs", name_of("l2l", 2, 64), own)
+    lines = own_lines(2, 64, [9.0])
+    lines[0] = lines[0].replace("no options", "{'world_size': 'x'}")
+    write_log(folder / "logs", name_of("l2l", 2, 64), lines)
     done = run("import", folder / "logs", "--results", folder / "results")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "world_size" in done.stderr
     return folder / "results"
@@ -205,7 +205,7 @@ def test_every_record_of_an_import_is_read_again(varied: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         "compare megatron-lm zero-offload",
         "compare --baseline {} l2l",
@@ -216,8 +216,8 @@ def test_every_record_of_an_import_is_read_again(varied: Path) -> None:
         pytest.param("bundle", marks=pytest.mark.heavy),
     ],
 )
-def test_every_verb_reads_the_records_of_an_import(varied: Path, words: str) -> None:
-    done = run(*words.format(varied).split(), "--results", varied)  # a traceback would fail here
+def test_every_verb_reads_the_records_of_an_import(varied: Path, command: str) -> None:
+    done = run(*command.format(varied).split(), "--results", varied)  # a traceback would fail here
     assert "is not a record" not in done.stderr
 
 
@@ -242,8 +242,8 @@ def test_a_copy_of_a_log_is_named_and_not_written(tmp_path: Path) -> None:
         write_log(logs, SMALL_NAME.replace("800.txt", f"80{second}.txt"), steps_of(size=4))
     for _ in range(2):
         skipped.clear()
-        made = list(import_logs([logs], tmp_path, None, lambda *pair: skipped.append(pair)))
-    assert [is_new for _, is_new in made] == [False] and len(list(tmp_path.glob("*.json"))) == 1
+        imported = list(import_logs([logs], tmp_path, None, lambda *pair: skipped.append(pair)))
+    assert [is_new for _, is_new in imported] == [False] and len(list(tmp_path.glob("*.json"))) == 1
     assert [reason for _, reason in skipped] == [
         f"the same log as {SMALL_NAME.replace('800.txt', '800.txt')}"
     ]
@@ -314,8 +314,8 @@ def test_a_mutated_log_is_a_record_or_no_log_and_never_a_traceback(
         assert not stored.gate.passed or stored.status == "ok"
         if zlib.crc32(b"".join(content)) % 16 == 0:
             assert len(verify.findings(results, None, "v100-vm")) == len(claims.load())
-        assert not any(is_new for _, is_new in import_logs([path], results, None, lambda *each: None))
+        assert not any(is_new for _, is_new in import_logs([path], results, None, lambda *skip: None))
 
 
 def imported_or_skipped(path: Path, results: Path, skipped: list) -> list[Record]:
-    return [record for record, _ in import_logs([path], results, None, lambda *each: skipped.append(each))]
+    return [record for record, _ in import_logs([path], results, None, lambda *skip: skipped.append(skip))]

@@ -33,13 +33,13 @@ EXPECTED = dict.fromkeys(CURVES, "failed loss") | {
 def test_the_published_runs_get_the_verdicts_that_their_losses_deserve(tmp_path: Path) -> None:
     for name in CURVES:
         write_published(tmp_path, name)
-    found = {}
+    verdicts = {}
     for record in imported(tmp_path, results=tmp_path):
         job, window = record.job, record.evidence["named_window"]
-        found[f"{job.method} {job.workload.num_layers} {window}"] = (
+        verdicts[f"{job.method} {job.workload.num_layers} {window}"] = (
             f"{record.gate.verdict} {record.gate.reason}"
         )
-    assert found == EXPECTED
+    assert verdicts == EXPECTED
 
 
 @pytest.mark.parametrize("vary", VARIANTS)
@@ -57,13 +57,13 @@ def test_a_log_of_an_unknown_dialect_is_judged_as_the_one_that_it_is_near(
     for name in names:
         path = write_published(tmp_path, name)
         path.write_text("\n".join(vary(path.read_text().splitlines())) + "\n")
-    found = {}
+    verdicts = {}
     for record in imported(tmp_path, results=tmp_path):
         job, window = record.job, record.evidence["named_window"]
-        found[f"{job.method} {job.workload.num_layers} {window}"] = (
+        verdicts[f"{job.method} {job.workload.num_layers} {window}"] = (
             f"{record.gate.verdict} {record.gate.reason}"
         )
-    assert found == {name: EXPECTED[name] for name in names}
+    assert verdicts == {name: EXPECTED[name] for name in names}
 
 
 def test_a_size_without_reference_is_held_to_a_method_that_agrees_with_it_elsewhere(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "status"),
+    ("line", "status"),
     [
         ("/x/run.sh: line 56: 31047 Killed                  python train.py", "oom-host"),
         ("[2022-07-02] [ERROR] [launch.py] Process 7 exits with return code = -9", "oom-host"),
@@ -174,8 +174,8 @@ def test_our_own_log_gives_its_job_back(tmp_path: Path) -> None:
         ("", "interrupted"),  # cut
     ],
 )
-def test_the_end_is_named_by_what_the_log_tells(tmp_path: Path, told: str, status: str) -> None:
-    record = one(tmp_path, name_of("m", 2, 64), [*megatron_lines(2, 64, [9.0, 8.0], of=50), told])
+def test_the_end_is_named_by_what_the_log_tells(tmp_path: Path, line: str, status: str) -> None:
+    record = one(tmp_path, name_of("m", 2, 64), [*megatron_lines(2, 64, [9.0, 8.0], of=50), line])
     assert (record.status, record.phase) == (status, "step 21")
     assert "after iteration 20 of 50" in record.reason
 
@@ -245,7 +245,7 @@ def test_a_long_file_of_anything_is_read_in_seconds(tmp_path: Path) -> None:
         )
     assert to_record(read(path), path.name).losses == [9.0, 8.0]
     lines = ["method m with , 3 steps on cpu, Workload(" + "a" * 16_000 + ")"] * 100
-    assert read(write_log(tmp_path, path.name, lines)).own["workload"] == {}
+    assert read(write_log(tmp_path, path.name, lines)).first_line["workload"] == {}
 
 
 def test_slurms_reason_goes_before_the_kill_that_it_caused(tmp_path: Path) -> None:
@@ -378,8 +378,8 @@ def test_runs_that_are_appended_in_one_file_are_a_doubt(tmp_path: Path, dialect:
         one(tmp_path, name_of("l2l", 2, 64), lines).evidence["doubts"]
         for lines in (second, [*first, *second])
     ]
-    told = "its arguments are listed again after steps, as by 2 runs in one file"
-    assert [told in each for each in doubts] == [False, True]
+    text = "its arguments are listed again after steps, as by 2 runs in one file"
+    assert [text in doubt for doubt in doubts] == [False, True]
 
 
 def test_a_speed_that_batch_and_times_contradict_is_a_doubt(tmp_path: Path) -> None:
