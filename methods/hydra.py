@@ -204,20 +204,16 @@ class Hydra(Method):
 
         from methods.sharding import gpt
         from methods.sharding.device_process import Here, start_processes
-        from methods.sharding.device_worker import Worker
+        from methods.sharding.device_worker import Worker, WorkerOptions
         from methods.sharding.rehearsal import rehearse
 
         device, is_shared = gpu.name.type, self.num_devices > 1
-        options: dict[str, Any] = {
-            "double_buffer": self.double_buffer,
-            "intermediates": self.intermediates,
-            "keeps_random": workloads[0].dropout > 0,
-        }
+        options = WorkerOptions(self.double_buffer, self.intermediates, keeps_random=workloads[0].dropout > 0)
         if is_shared:
             device_names = gpt.device_names(device, self.num_devices)
             devices = start_processes(device_names, models, options, stack, torch.get_num_threads())
         else:  # unless there is one model, the host waits for each unit, because the policy needs the unit's time
-            devices = [Here(Worker(gpu, models, **options), is_alone=self.num_models == 1)]
+            devices = [Here(Worker(gpu, models, options), is_alone=self.num_models == 1)]
         if self.partitioner != "exact" or device == "cpu":
             return devices, []
         # Batches for several processes stay on the CPU: a process that reads another's GPU tensor makes a context on

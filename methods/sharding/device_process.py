@@ -26,7 +26,7 @@ from harness.core.cpu_cores import use_cores
 from harness.devices import cuda_budget
 from harness.devices.budgets import cap_allocator, device_peaks
 from harness.devices.streams import Device
-from methods.sharding.device_worker import Worker
+from methods.sharding.device_worker import Worker, WorkerOptions
 from methods.sharding.shard import Shard, split
 from methods.sharding.unit import Result, Unit
 
@@ -128,17 +128,16 @@ class Elsewhere(Process):
 def start_processes(
     names: Sequence[str],
     models: list[list[Shard]],
-    options: dict[str, Any],
+    options: WorkerOptions,
     stack: ExitStack,
     num_threads: int = 1,
-    device_memory: int | None = None,
 ) -> list[Any]:
     """Start a process with a worker for each device in `names`, which are torch's names. The processes end when the
-    stack is closed. A process may take `device_memory` bytes of its device or, if that is None, as much as shares()
-    returns. `options`: arguments of Worker.
+    stack is closed. A process may take `options.device_memory` bytes of its device or, if that is None, as much as
+    shares() returns.
     """
     devices = [
-        Elsewhere(make_worker, name, models, options, share, device_memory, num_threads=num_threads)
+        Elsewhere(make_worker, name, models, options, share, num_threads=num_threads)
         for name, share in zip(names, shares(names), strict=True)
     ]
     for device in devices:
@@ -166,18 +165,17 @@ def shares(names: Sequence[str]) -> list[float]:
 def make_worker(
     name: str,
     models: list[list[Shard]],
-    options: dict[str, Any],
+    options: WorkerOptions,
     share: float,
-    device_memory: int | None = None,
 ) -> Worker:
     device = Device(name)
     if device.name.type == "cuda":
-        if device_memory is None:
+        if options.device_memory is None:
             torch.cuda.set_per_process_memory_fraction(share)
         else:
-            cap_allocator(device_memory, cuda_budget.context_bytes(), device.name.index)
+            cap_allocator(options.device_memory, cuda_budget.context_bytes(), device.name.index)
     lock_homes(device, models)
-    return Worker(device, models, **options)
+    return Worker(device, models, options)
 
 
 def lock_homes(device: Device, models: list[list[Shard]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +17,28 @@ from methods.sharding.shard import Shard, ShardSlot, Version
 from methods.sharding.unit import FORWARD, Kept, Result, Tensors, Unit, map_tensors, parts_of
 
 
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a device runs units."""
+
+    double_buffer: bool = True  # True: the device has a second slot, for the next unit's shard
+    intermediates: str = "checkpointed"  # checkpointed: recompute layers; saved: keep graphs on the host
+    keeps_random: bool = True  # True: restore the random state for a recompute
+    max_norms: Sequence[
+        float
+    ] = ()  # each model's largest norm of the gradient, where shards clip by themselves
+    device_memory: int | None = (
+        None  # most bytes that a process may take of its device; None: no limit of its own
+    )
+
+
 class Worker:
     """Runs units of models in the slots of a device."""
 
-    def __init__(
-        self,
-        device: Device,
-        models: Sequence[Sequence[Shard]],
-        *,
-        double_buffer: bool = True,
-        max_norms: Sequence[float] = (),
-        intermediates: str = "checkpointed",
-        keeps_random: bool = True,
-    ) -> None:
-        self.device, self.models, self.max_norms = device, models, max_norms
-        self.is_cuda = device.name.type == "cuda"
-        self.saves, self.keeps_random = intermediates == "saved", keeps_random
-        self.double_buffer, self.rehearses = double_buffer, False
+    def __init__(self, device: Device, models: Sequence[Sequence[Shard]], options: WorkerOptions) -> None:
+        self.device, self.models, self.options = device, models, options
+        self.is_cuda, self.saves = device.name.type == "cuda", options.intermediates == "saved"
+        self.rehearses = False
         # made only when the first unit runs: a unit can report a lack of memory
         self.slots: list[ShardSlot] = []
         self.num_shards = 0  # number of shards that the slots were made for
@@ -61,7 +67,8 @@ class Worker:
             self.graphs.clear()
             self.slots, self.num_shards = [], 0  # free the old slots first
             self.slots = [
-                ShardSlot(self.device, shards) for _ in range(min(1 + self.double_buffer, len(shards)))
+                ShardSlot(self.device, shards)
+                for _ in range(min(1 + self.options.double_buffer, len(shards)))
             ]
             self.num_shards = len(shards)
         if is_over:
@@ -97,7 +104,7 @@ class Worker:
             self.prefetch(following)
         # The unit runs with its model's random state. The random state of this process is restored afterwards.
         on_gpu = [self.device.name] if self.is_cuda else []
-        with torch.random.fork_rng(on_gpu, enabled=self.keeps_random, device_type="cuda"):
+        with torch.random.fork_rng(on_gpu, enabled=self.options.keeps_random, device_type="cuda"):
             self.set_random(unit.random)
             result: Result = getattr(self, unit.kind)()
             random = self.random_state()
@@ -130,7 +137,7 @@ class Worker:
         return slot
 
     def random_state(self) -> Any:
-        if not self.keeps_random:
+        if not self.options.keeps_random:
             return None
         return torch.get_rng_state(), torch.cuda.get_rng_state(self.device.name) if self.is_cuda else None
 
@@ -277,7 +284,7 @@ class Worker:
         else:
             factor = None
             if self.unit.update == "clipped" and norms:
-                factor = clip_factor(global_norm(norms), self.max_norms[self.unit.model])
+                factor = clip_factor(global_norm(norms), self.options.max_norms[self.unit.model])
             self._step(factor)
             if self.shard.lenders:
                 self._offload([], self.shard.lenders)

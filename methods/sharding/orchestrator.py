@@ -33,7 +33,7 @@ from harness.devices.room import room_within
 from harness.devices.streams import Device
 from methods.sharding.chain_check import refuse_other_than_chain
 from methods.sharding.device_process import Here, lock_homes, start_processes
-from methods.sharding.device_worker import Worker
+from methods.sharding.device_worker import Worker, WorkerOptions
 from methods.sharding.dispatch import Dispatcher, Turned
 from methods.sharding.partition import longest_runs, run_sizes
 from methods.sharding.rehearsal import foretold_bytes, foretold_elsewhere, rehearse
@@ -195,15 +195,17 @@ class ModelOrchestrator:
         self.models: list[list[Shard]] = []
         # the models' states at the end of generate()
         self.watches: list[tuple[ModuleWatch, ModuleState]] = []
-        # `options`: arguments of Worker
-        self.options: dict[str, Any] = {"double_buffer": double_buffer, "intermediates": intermediates}
+        self.options = WorkerOptions(double_buffer, intermediates)
         self._read_settings()
 
     def _read_settings(self) -> None:
         """Read the tasks, which a script may still change before the training."""
         self.settings = [task.settings for task in self.tasks]
-        self.options["max_norms"] = [task.max_norm for task in self.tasks]
-        keeps_graphs = self.options["intermediates"] == "saved"
+        max_norms = [task.max_norm for task in self.tasks]
+        self.options = dataclasses.replace(
+            self.options, max_norms=max_norms, device_memory=self.device_memory
+        )
+        keeps_graphs = self.options.intermediates == "saved"
         self.trainings = [
             TaskSettings(task.max_norm, task.update, keeps_graphs=keeps_graphs) for task in self.tasks
         ]
@@ -227,7 +229,7 @@ class ModelOrchestrator:
     @property
     def CACHE_SYSTEM(self) -> bool:
         """True if there is a double buffer. The original Hydra documents this flag; setting it has no effect here."""
-        return bool(self.options["double_buffer"])
+        return self.options.double_buffer
 
     @CACHE_SYSTEM.setter
     def CACHE_SYSTEM(self, is_on: bool) -> None:
@@ -287,8 +289,7 @@ class ModelOrchestrator:
         alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
 
         def runs(*rooms: int) -> list[list[int]]:
-            """Return, for each model, the number of layers of each shard. `rooms`: for each model, the most bytes that
-            a shard may take."""
+            """Return each model's numbers of layers. `rooms`: for each model, the most bytes of a shard."""
             rows = zip(self.tasks, alone, rooms, strict=True)
             return [
                 list(task.shards) if task.shards else longest_runs(layers, room)
@@ -298,15 +299,13 @@ class ModelOrchestrator:
         if self.device_memory is None:
             return runs(*(max(sum(sizes.values()) for sizes in layers) for layers in alone))
         names = [f"{task.name}: layer {index}" for task in self.tasks for index in range(len(task.layers))]
-        least, name = max(
-            zip((sum(sizes.values()) for layers in alone for sizes in layers), names, strict=True)
-        )
+        totals = [sum(sizes.values()) for layers in alone for sizes in layers]
+        least, name = max(zip(totals, names, strict=True))
         memory = room_within(Budget(self.device_memory), "cuda" if self._on_gpu else "cpu").device_bytes
         assert memory is not None
         together = lambda room: runs(*[room] * len(self.tasks))  # noqa: E731
         peak, needs = self._foretold(together(least)), f"{name} needs {gib(least)} ({least} bytes) by itself"
-        if peak is None:
-            # The peak is unknown, because the model's code does not run on tensors without memory.
+        if peak is None:  # unknown: the model's code does not run on tensors without memory
             room = memory // self.num_slots
             if least <= room:
                 return together(room)
@@ -329,7 +328,7 @@ class ModelOrchestrator:
         models, batches = self._cut(lengths), [task.first_batch() for task in self.tasks]
         if self._on_gpu:
             return foretold_elsewhere(models, batches, self.trainings, self.options)
-        return foretold_bytes(models, batches, self.trainings, **self.options)
+        return foretold_bytes(models, batches, self.trainings, self.options)
 
     def train_models(self) -> Report:
         """Train every model to its end. A model gets the same weights and losses as if it were trained alone. A failure
@@ -352,11 +351,9 @@ class ModelOrchestrator:
                 device = stack.enter_context(Device(self.devices[0]))
                 stack.enter_context(capped(device.name, self.device_memory))
                 lock_homes(device, self.models)
-                devices: list[Any] = [Here(Worker(device, self.models, **self.options))]
+                devices: list[Any] = [Here(Worker(device, self.models, self.options))]
             else:
-                devices = start_processes(
-                    self.devices, self.models, self.options, stack, device_memory=self.device_memory
-                )
+                devices = start_processes(self.devices, self.models, self.options, stack)
             splits: list[tuple[int, int]] = []
             if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
                 batches = [task.first_batch() for task in self.tasks]
@@ -368,12 +365,15 @@ class ModelOrchestrator:
                 self.tasks[chain.model].losses.append(step.loss.item())
                 if self.verbose:
                     tell(self.tasks[chain.model])
+        return Report(dispatcher.summary(), dispatcher.timeline, self._failures(chains))
+
+    def _failures(self, chains: Sequence[Task]) -> dict[str, str]:
+        """Return the traceback of each model that failed, by name, and print its last line."""
         for task, chain in zip(self.tasks, chains, strict=True):
             task.failure = chain.failure
             if task.failure:
                 print(f"{task.name} ended early: {task.failure.strip().splitlines()[-1]}", file=sys.stderr)
-        failures = {task.name: task.failure for task in self.tasks if task.failure}
-        return Report(dispatcher.summary(), dispatcher.timeline, failures)
+        return {task.name: task.failure for task in self.tasks if task.failure}
 
     def _are_changed(self) -> bool:
         """Return whether a script has changed a model or a task since generate(), which copied them."""

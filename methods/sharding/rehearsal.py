@@ -19,7 +19,7 @@ from torch import Tensor
 from harness.devices.memory_rehearsal import without_memory
 from harness.devices.streams import Device
 from methods.sharding.device_process import Here, Process
-from methods.sharding.device_worker import Worker
+from methods.sharding.device_worker import Worker, WorkerOptions
 from methods.sharding.dispatch import Dispatcher
 from methods.sharding.shard import Shard, settle
 from methods.sharding.task import Task, TaskSettings
@@ -68,10 +68,13 @@ def _tasks(
 
 
 def foretold_bytes(
-    models: list[list[Shard]], batches: Sequence[Any], settings: Sequence[TaskSettings], **options: Any
+    models: list[list[Shard]],
+    batches: Sequence[Any],
+    settings: Sequence[TaskSettings],
+    options: WorkerOptions,
 ) -> int | None:
     """Return the predicted peak of memory, in bytes, of one device that trains these models in turns. Return None if
-    the models' code does not run on tensors without memory. `options`: arguments of Worker."""
+    the models' code does not run on tensors without memory."""
     try:
         with without_memory() as tracker, Device("sim") as device:
             every = [shard for shards in models for shard in shards]
@@ -80,7 +83,7 @@ def foretold_bytes(
                 for module in (module for layer in shard.layers for module in layer.modules()):
                     for name, buffer in module.named_buffers(recurse=False):
                         setattr(module, name, _without_memory(buffer))
-            worker = Worker(device, models, keeps_random=False, **options)
+            worker = Worker(device, models, dataclasses.replace(options, keeps_random=False))
             empty = [map_tensors(_without_memory, batch) for batch in batches]
             dispatcher = Dispatcher(_tasks(models, empty, settings), [Here(worker)])
             for _ in dispatcher.run():
@@ -94,7 +97,7 @@ def foretold_elsewhere(
     models: list[list[Shard]],
     batches: Sequence[Any],
     settings: Sequence[TaskSettings],
-    options: dict[str, Any],
+    options: WorkerOptions,
 ) -> int | None:
     """Return foretold_bytes() from a process of its own. A process that foretells gives torch a device called sim, and
     can then use no GPU. Return None, too, if that process does not find the classes of the models."""
@@ -113,9 +116,9 @@ def _foretell(
     models: Any,
     batches: Any,
     settings: Sequence[TaskSettings],
-    options: dict[str, Any],
+    options: WorkerOptions,
 ) -> None:
-    connection.send(foretold_bytes(models, batches, settings, **options))
+    connection.send(foretold_bytes(models, batches, settings, options))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

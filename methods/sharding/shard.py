@@ -76,20 +76,14 @@ class Shard:
         self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.home_names)]).numel
         kept = state_tensors(make_optimizer, {name: parameters[name] for name in self.trained}, mixed=mixed)
         self.states_of = {name: list(states) for name, states in kept.items()}
-        columns = [
-            (f"{name} {key}", tensor.shape, tensor.dtype)
-            for name in kept
-            for key, tensor in kept[name].items()
-        ]
-        self.states_at = Layout(columns)
+        self.states_at = _state_layout(kept)
         self.slabs: dict[str, Tensor] = {}  # slabs on the host, one for each part
         self.sums: set[str] = set()  # parameters to whose gradient on the host later shards add their share
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        # event at the end of the last copy from a device to the host; None: no copy yet
+        # events at the ends of the last copies, from a device to the host and back; None: no copy yet
         self.landed: Any = None
-        # event at the end of the last copy from the host to a device; None: no copy yet
         self.fetched: Any = None
 
     def num_bytes(self, part: str) -> int:
@@ -179,6 +173,17 @@ class Shard:
         if self.mixed:
             with torch.no_grad():
                 torch._foreach_copy_([*weights], [*stepped])
+
+
+def _state_layout(states: dict[str, States]) -> Layout:
+    """Return where each parameter's states lie in a shard's slab of states."""
+    return Layout(
+        [
+            (f"{name} {key}", tensor.shape, tensor.dtype)
+            for name, tensors in states.items()
+            for key, tensor in tensors.items()
+        ]
+    )
 
 
 def cut(
