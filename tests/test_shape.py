@@ -60,7 +60,7 @@ WIDER = {
     "methods/pipeline/pipeline.py::Varuna.__init__": "as users call it",
     "methods/sharding/orchestrator.py::ModelOrchestrator.__init__": "as users call it",
     "methods/shared/roundings.py::plain_norm": "the signature of torch's layer_norm",
-    "methods/streaming/layer_kinds.py::new_layers": "the placement and the memories of a window, before STRONGHOLD's loop",
+    "methods/streaming/layer_kinds.py::new_layers": "the placement and its memories, before STRONGHOLD's loop",
     "methods/streaming/users/trainers.py::L2LTrainer.__init__": "as users call it",
     "methods/streaming/users/trainers.py::StrongholdTrainer.__init__": "as users call it",
     "papers/figures/plot.py::figure": "a figure's rows and its look, as cases give them",
