@@ -125,8 +125,8 @@ class Run:
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
         self.measured["data_sha256"] = data.sha256(tokens)
-        batches = torch.from_numpy(tokens).to(job.device)
-        inputs, targets = batches[..., :-1].contiguous(), batches[..., 1:].contiguous()
+        self.tokens = torch.from_numpy(tokens).to(job.device)  # kept: the peaks of all records count it
+        inputs, targets = self.tokens[..., :-1].contiguous(), self.tokens[..., 1:].contiguous()
         self.clock = StepClock(job.device)
         torch.manual_seed(job.workload.seed)
         self.taking, self.trace = Taking(job.device, self.emit), Trace(job) if job.trace else None
