@@ -15,11 +15,14 @@ from pathlib import Path
 from types import GeneratorType
 from typing import Any, NoReturn
 
+from harness.base.former_names import find_former_names
+
 
 def imported(name: str, file: Path) -> Any:
     """Import the module `name`, which lies in `file`, and return it. Raises ValueError, one line that names the file,
     if the import fails."""
     drop_stale_bytecode(file)
+    find_former_names()
     try:
         with staying():
             return importlib.import_module(name)

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from harness.base.checkout import ROOT
 from harness.base.executed_code import Executed, is_standard, site_folder
+from harness.base.former_names import present_name
 from harness.core.corpus_files import sampled_hash
 
 # Files that decide how every method is trained and judged, even if the method's file does not import them.
@@ -211,7 +212,7 @@ def _parsed(data: bytes) -> Contents:
     nodes = list(ast.walk(tree))
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     files = tuple(text for text in texts if NAMED_FILE.fullmatch(text))
-    modules = tuple(dict.fromkeys(_imported(tree)))
+    modules = tuple(dict.fromkeys(map(present_name, _imported(tree))))
     if not READS_DOCSTRINGS.search(data):
         _drop_docstrings(nodes)
     return Contents(ast.dump(tree).encode(), modules, files)
