@@ -115,29 +115,29 @@ def measure(workload: Workload, device: str, results: Path) -> None:
 def calibration_text(entry: dict[str, Any]) -> str:
     """Return a calibration as text of several lines."""
     rates, measured = entry["rates"], entry["measured"]
-    of_layers, of_head = (rates[f"{part}_flops_per_second"] / 1e12 for part in ("device", "head"))
+    layer_tflops, head_tflops = (rates[f"{place}_flops_per_second"] / 1e12 for place in ("device", "head"))
     copies = {name: f"{rate / GB:.1f}" for name, rate in measured["copies"].items()}
     disk = {name: f"{rate / GB:.2f}" for name, rate in measured["disk"].items()}
-    layer, computed, updates = measured["compute"]["layer"], entry["computed"], measured["updates"]
+    layer_seconds, timed_layer, updates = measured["compute"]["layer"], entry["computed"], measured["updates"]
     by_threads = ", ".join(f"{rate / GB:.2f} by {threads}" for threads, rate in updates["alone"].items())
-    under = updates["under_copies"]
+    both = updates["under_copies"]  # the rates of updates and of copies at the same time
     indent = "\n" + " " * 20
-    busy = "; the machine was busy: calibrate again when it is not" if machine.was_busy(entry) else ""
+    busy_note = "; the machine was busy: calibrate again when it is not" if machine.was_busy(entry) else ""
     return indent.join(
         (
             f"{entry['device']} {entry['dtype']}, {entry['hidden_size']} wide,"
             f" {entry['batch_size']} x {entry['seq_len']}"
-            f" tokens, {entry['date']}{busy}",
-            f"layer of {computed['batch_size']} x {computed['seq_len']} tokens:"
-            f" forward {layer['forward_seconds']:.3g} s,"
-            f" recompute and backward {layer['backward_seconds']:.3g} s;"
-            f" {of_layers:.3g} TFLOP/s, the head's {of_head:.3g}",
+            f" tokens, {entry['date']}{busy_note}",
+            f"layer of {timed_layer['batch_size']} x {timed_layer['seq_len']} tokens:"
+            f" forward {layer_seconds['forward_seconds']:.3g} s,"
+            f" recompute and backward {layer_seconds['backward_seconds']:.3g} s;"
+            f" {layer_tflops:.3g} TFLOP/s, the head's {head_tflops:.3g}",
             f"copies, GB/s: in {copies['inbound_page_locked']} (pageable {copies['inbound_pageable']}),"
             f" out {copies['outbound_page_locked']} (pageable {copies['outbound_pageable']}),"
             f" both at once {copies['both_ways']}, within the device {copies['within_device']}",
             f"host's Adam, G parameters/s: {by_threads} threads,"
             f" {updates['ahead'] / GB:.2f} from one state into another;"
-            f" {under['params_per_second'] / GB:.2f} while {under['copied_bytes_per_second'] / GB:.1f} GB/s are copied;"
+            f" {both['params_per_second'] / GB:.2f} while {both['copied_bytes_per_second'] / GB:.1f} GB/s are copied;"
             f" the device's: {updates['on_device'] / GB:.2f}, of a streamed layer {updates['streamed'] / GB:.2f}",
             f"disk, GB/s: read {disk['read']}, write {disk['write']}, both at once {disk['both_ways']}",
         )

@@ -65,7 +65,7 @@ def names_its_attention(subject: Subject) -> str:
     return kernel
 
 
-def says_what_it_runs_with(subject: Subject) -> str:
+def names_its_implementation(subject: Subject) -> str:
     texts = method.create(subject.name, {}, subject.folders).describe(TINY, "cpu")
     _hold("implementation" in texts, "describe() does not name the implementation")
     _hold(set(texts) <= set(COLUMNS), f"describe() may name {', '.join(COLUMNS)}, not {', '.join(texts)}")
@@ -99,7 +99,7 @@ def plans_the_state(subject: Subject) -> str:
 
 BY_ARITHMETIC: dict[str, Check] = {
     "its options are the fields of a frozen dataclass": is_frozen,
-    "it says what it runs with": says_what_it_runs_with,
+    "it says what it runs with": names_its_implementation,
     "a deeper model needs no less": plans_more_for_more_layers,
     "a plan holds the state of the model": plans_the_state,
 }

@@ -67,9 +67,9 @@ def room_within(budget: Budget, device: str, workload: Workload | None = None, n
     """Return the room of each rank's plan if `num_ranks` ranks share this machine; the bytes of imports and of the heap
     stay in the room.
 
-    Without a budget device_bytes is None on a CPU, which has no device memory, and on CUDA if this machine has no GPU,
-    because it submits jobs to others. On sim a memory without a budget has no limit. The rates are the budget's or, if
-    it has none, those calibrated for this workload.
+    If the budget has no device memory, device_bytes is None on a CPU, which has no device memory, and on CUDA if this
+    machine has no GPU; such a machine submits its jobs to other machines. On sim, a memory that is not in the budget
+    has no limit. The rates are the budget's; if the budget has none, they are those calibrated for this workload.
     """
     device_bytes = budget.device_bytes
     if device_bytes is None and device == "cuda":
@@ -91,18 +91,21 @@ def room_within(budget: Budget, device: str, workload: Workload | None = None, n
 
 
 def less_imports(whole: Room, budget: Budget, device: str, num_devices: int = 1) -> Room:
-    """Return a rank's room without what its processes take of a host budget and plans do not count: imports and, on a
-    CPU, 1/HEAP_PARTS of the rest for fragments. Beside the process that leads several devices, their processes share
-    imports of their own; on GPUs each process also has a context. The room stays as it is if there is no host budget,
-    and on sim, whose host budget counts tensors alone."""
+    """Return a rank's room without the host memory that its processes take and plans do not count: the imports and, on
+    a CPU, 1/HEAP_PARTS of the rest for fragments of the heap.
+
+    With several devices, one process leads the processes of the devices. On a CPU, the devices' processes share one
+    copy of the imports, and the leading process has another. On GPUs each process has imports and a context of its own.
+    The room stays as it is if there is no host budget, and on sim, whose host budget counts only tensors.
+    """
     if not imports_text(budget, device) or whole.host_bytes is None:
         return whole
     num_imports = 1
     if num_devices > 1:
         num_imports = 2 if device == "cpu" else 1 + num_devices
-    left = whole.host_bytes - baseline_bytes(device) * num_imports
-    heap = left // HEAP_PARTS if device == "cpu" else 0
-    return dataclasses.replace(whole, host_bytes=max(1, left - heap))
+    left_bytes = whole.host_bytes - baseline_bytes(device) * num_imports
+    heap_bytes = left_bytes // HEAP_PARTS if device == "cpu" else 0
+    return dataclasses.replace(whole, host_bytes=max(1, left_bytes - heap_bytes))
 
 
 def imports_text(budget: Budget, device: str) -> str:

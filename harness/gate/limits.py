@@ -187,12 +187,12 @@ def floor(reference: Record, others: Sequence[Record]) -> Limits:
     A tensor's floor is at least the median tensor's floor; every floor is at least LEAST.
     """
     shared = [(other, evidence.comparable_steps(other, reference)) for other in others]
-    num = len(reference.losses)
+    num_steps = len(reference.losses)
     losses = [evidence.differences(other.losses[:steps], reference.losses) for other, steps in shared]
     norms = [evidence.differences(other.grad_norms[:steps], reference.grad_norms) for other, steps in shared]
     tensors, medians = {}, {}
     # In fp16 a rounding may decide whether a step overflows: whoever skips other steps ends elsewhere.
-    alike = [other for other in others if evidence.comparable_steps(other, reference) == num] or others
+    alike = [other for other in others if evidence.comparable_steps(other, reference) == num_steps] or others
     for part, compare in COMPARED.items():
         differences = [compare(other, reference) for other in alike]
         medians[part] = max([LEAST, *(median_of(by_name.values()) for by_name in differences)])
@@ -200,14 +200,14 @@ def floor(reference: Record, others: Sequence[Record]) -> Limits:
             name: max(medians[part], *(by_name.get(name, 0.0) for by_name in differences))
             for name in differences[0]
         }
-    return Limits(_largest_so_far(losses, num), _largest_so_far(norms, num), tensors, medians)
+    return Limits(_largest_so_far(losses, num_steps), _largest_so_far(norms, num_steps), tensors, medians)
 
 
-def _largest_so_far(series: list[list[float]], num: int) -> list[float]:
-    """Return, for each of `num` steps, the largest difference in any series up to this step. The first FIRST steps
-    share the largest difference of all these steps."""
+def _largest_so_far(series: list[list[float]], num_steps: int) -> list[float]:
+    """Return, for each of `num_steps` steps, the largest difference in any series up to this step. The first FIRST
+    steps share the largest difference of all these steps."""
     largest = []
-    for step in range(1, num + 1):
+    for step in range(1, num_steps + 1):
         end = max(FIRST, step)
         largest.append(max([LEAST, *(value for values in series for value in values[:end])]))
     return largest

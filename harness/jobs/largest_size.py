@@ -42,9 +42,8 @@ class Probes:
         self.records: list[Record] = []
         # by memory: pairs of a size and, by phase, the bytes that the run of this size took beyond its plan
         self.excess: dict[str, list[tuple[int, dict[str, int]]]] = {}
-        # by memory: the least bytes that a run takes beyond its plan, known from a run that failed although its plan
-        # fitted
-        self.lacking: dict[str, int] = {}
+        # by memory: the bytes that later plans leave free, because a run failed in this memory although its plan fitted
+        self.reserves: dict[str, int] = {}
         self.decided: dict[int, Planned] = {}  # by size: the job that all later runs at this size repeat
         self.least = 1
         if of in STEPPED:
@@ -57,8 +56,8 @@ class Probes:
         least = min(MOST_LAYERS, method.largest_depth(lambda size: self._next(size) is None) + 1)
         first, _ = self._next(least) or (least, None)
         second, _ = self._next(first + 1) or (first + 1, None)
-        apart = math.gcd(first, second - first)
-        self.axis, self.least = self.axis.every(apart), first // apart
+        step = math.gcd(first, second - first)
+        self.axis, self.least = self.axis.every(step), first // step
 
     def _check(self) -> None:
         """Raise ValueError if the options fit no size, or if a placement fits only one number of layers."""
@@ -82,14 +81,14 @@ class Probes:
             return SizeOutcome(False, evidence=str(error))
         if refused := self._refusal(planned.plan):
             return SizeOutcome(False, evidence=refused)
-        tried, outcome = [planned.job], self._run(planned)
+        tried_jobs, outcome = [planned.job], self._run(planned)
         self.decided[size] = planned
         while not outcome.passed and not outcome.stop:
             self._learn(outcome.evidence, planned.plan)
             planned = self._planned(size)
-            if planned.job in tried or not self._fits(planned):
+            if planned.job in tried_jobs or not self._fits(planned):
                 break
-            tried.append(planned.job)
+            tried_jobs.append(planned.job)
             self.decided[size] = planned
             outcome = self._run(planned)
         return outcome
@@ -98,8 +97,8 @@ class Probes:
         number = 1 + sum(record.job == planned.job for record in self.records)
         record = self.sweep.attempt(planned, number, {"role": f"probe {len(self.records) + 1}"})
         self.records.append(record)
-        at = self.axis.text(self.axis.number(planned.job.workload))
-        stop = "" if record.is_result else f"at {at}: {record.status}: {record.reason}"
+        size_text = self.axis.text(self.axis.number(planned.job.workload))
+        stop = "" if record.is_result else f"at {size_text}: {record.status}: {record.reason}"
         return SizeOutcome(record.status == "ok", memory_of(record), stop, record)
 
     def most(self, limit: int | None) -> int:
@@ -126,7 +125,7 @@ class Probes:
 
     def refine(self) -> int:
         """Return a better guess(): it counts the bytes that the two small runs took beyond their plans."""
-        self.lacking.clear()
+        self.reserves.clear()
         for record in (record for record in self.records if record.status == "ok"):
             planned_bytes, options = record.predicted, record.job.options
             planned = Plan(planned_bytes["device"], planned_bytes["host"], options=options).pooled(self.room)
@@ -150,24 +149,31 @@ class Probes:
         return Planned(job, plan, plan.shortfall(room))
 
     def _learn(self, record: Record, plan: Plan) -> None:
-        """Keep a lower bound of the bytes beyond the plan, shown by a run that failed although its plan fitted: the run
-        needed more bytes than its plan and the room left beside the plan."""
-        size, lacked = self.axis.number(record.job.workload), memory_of(record)
-        memory, room = BUDGETED.get(lacked, lacked), self._room_at(size)
-        have, planned = (getattr(item, f"{memory}_bytes", None) for item in (room, plan.pooled(room)))
-        if have is not None and planned is not None and planned <= have:
-            beyond = getattr(self.room, f"{memory}_bytes") - planned + 1
-            self.lacking[memory] = max(beyond, 2 * self.lacking.get(memory, 0))
+        """Raise the reserve (`lacking`) that later plans leave free in a memory, because this run failed in that memory
+        although its plan fitted.
+
+        The plan's bytes and the reserve together must exceed the memory, so that the same plan no longer fits. The
+        reserve at least doubles, so that a few runs suffice to find one that is large enough.
+        """
+        size, lacked_memory = self.axis.number(record.job.workload), memory_of(record)
+        memory, room = BUDGETED.get(lacked_memory, lacked_memory), self._room_at(size)
+        room_bytes = getattr(room, f"{memory}_bytes", None)
+        planned_bytes = getattr(plan.pooled(room), f"{memory}_bytes", None)
+        if room_bytes is not None and planned_bytes is not None and planned_bytes <= room_bytes:
+            reserve = getattr(self.room, f"{memory}_bytes") - planned_bytes + 1
+            self.reserves[memory] = max(reserve, 2 * self.reserves.get(memory, 0))
 
     def _room_at(self, size: int) -> Room:
-        """Return the room that a plan at this size may fill: the budget less the bytes expected beyond the plan."""
+        """Return the room that a plan at this size may fill: the budget less the bytes that the run should take beyond
+        its plan. The larger of two estimates counts: the excess extrapolated from the two small runs, and the reserve
+        that failed runs left."""
         rooms = {}
-        for memory in {**self.excess, **self.lacking}:
-            have = getattr(self.room, f"{memory}_bytes")
+        for memory in {**self.excess, **self.reserves}:
+            limit = getattr(self.room, f"{memory}_bytes")
             beyond = [extrapolate(self.excess[memory], size)] if memory in self.excess else []
-            beyond += [self.lacking[memory]] if memory in self.lacking else []
-            if have is not None:
-                rooms[f"{memory}_bytes"] = max(1, have - max(beyond))
+            beyond += [self.reserves[memory]] if memory in self.reserves else []
+            if limit is not None:
+                rooms[f"{memory}_bytes"] = max(1, limit - max(beyond))
         return dataclasses.replace(self.room, **rooms)
 
     def _refusal(self, plan: Plan) -> str:
@@ -244,13 +250,15 @@ def _binding(answer: SizeAnswer, best: Record | None, probes: Probes) -> str:
     if not above or isinstance(above[0].evidence, str):
         return above[0].evidence if above else ""
     memory, evidence = above[0].memory, above[0].evidence
-    wanted, in_use, limit = (evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
+    requested, in_use, limit = (
+        evidence.evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit")
+    )
     if in_use and limit:
-        more = f", {gib(wanted)} more asked for" if wanted else ""
+        more = f", {gib(requested)} more asked for" if requested else ""
         return f"{memory}: {gib(in_use)} of {gib(limit)} in use{more}"
     limits = dataclasses.replace(probes.room, device_bytes=device_limit_bytes(probes.job))
-    peak, have = measured_bytes(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
-    return f"{memory}: the largest takes {gib(peak)} of {gib(have)}" if peak and have else memory
+    peak, limit = measured_bytes(best).get(memory) if best else 0, getattr(limits, f"{memory}_bytes", None)
+    return f"{memory}: the largest takes {gib(peak)} of {gib(limit)}" if peak and limit else memory
 
 
 def row_texts(result: dict[str, Any]) -> dict[str, str]:

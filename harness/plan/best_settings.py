@@ -12,7 +12,9 @@ from harness.plan.resources import Forecast, compute_seconds
 
 MOST_TOKENS = 2**18  # most tokens of a step if the batch may be chosen
 NEAR = 0.97  # of the batches with at least this share of the highest speed, the smallest is chosen
-MORE = 1.02  # the number of micro-batches is doubled if the step then runs more than MORE times as fast
+LEAST_SPEEDUP = (
+    1.02  # the number of micro-batches is doubled if the step then runs more than LEAST_SPEEDUP times as fast
+)
 WITHOUT_RATES = (4, 2, 1)  # batches to try if no speed can be predicted
 
 
@@ -113,10 +115,10 @@ def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: 
 
 
 def _is_better(more: Try, now: Try) -> bool:
-    """True if the try `more` lacks less memory or, if both fit, is more than MORE times as fast."""
+    """True if the try `more` lacks less memory or, if both fit, is more than LEAST_SPEEDUP times as fast."""
     if more.lacks or now.lacks:
         return _lacks(more) < _lacks(now)
-    return _speed(more) > MORE * _speed(now)
+    return _speed(more) > LEAST_SPEEDUP * _speed(now)
 
 
 def _lacks(tried: Try) -> int:

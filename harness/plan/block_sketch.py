@@ -65,13 +65,13 @@ def computes_alike(workload: Workload, parts: list[str]) -> bool:
     x, dy = torch.randn(2, SAMPLES, TOKENS, workload.hidden_size)
     x.requires_grad_()
 
-    def computed() -> list[Tensor]:
+    def output_and_gradients() -> list[Tensor]:
         y = layer(x)
         return [y, *torch.autograd.grad(y, [x, *weights], dy)]
 
-    whole = computed()
+    expected_tensors = output_and_gradients()
     token_blocks.set_blocks(layer, parts, PROVED, 0)
-    pairs = [*zip(whole, computed(), strict=True)]
+    pairs = [*zip(expected_tensors, output_and_gradients(), strict=True)]
     sizes = [float(expected.detach().norm()) for expected, _ in pairs]
     # some gradients are zero but for rounding, so the error of each is compared with the largest gradient
     sizes[1:] = [max(sizes[1:])] * len(sizes[1:])

@@ -1,9 +1,9 @@
 """Finds, from a model's configuration, the sizes that harness/core/anatomy.py holds, without allocating the model.
 
-At first a narrow model of the same kind must show that its parts compute the same as the whole: ends and layers, run
-one after the other, must give the logits of transformers' own model to the last bit, and its gradients within
-GRADIENT_TOLERANCE. Then tensors, operations and memory are read from a model of the full size whose tensors have no
-memory.
+At first a narrow model of the same kind must show that its parts compute the same as the whole model. The parts are the
+embedding, the layers and the head. Run one after the other, they must give the logits of transformers' own model to the
+last bit, and that model's gradients within GRADIENT_TOLERANCE. Then tensors, operations and memory are read from a
+model of the full size whose tensors have no memory.
 
 Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
@@ -53,20 +53,23 @@ from harness.models.hub_model import (
 HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
 MOST_HEADS_SIZES = 17  # widths of heads that are tried for the narrow model, up to 16 * HEAD_SIZE columns
 MOST_COMPARED = 2**22  # most parameters of a model that is compared at its own width
-# Reasons that may come of the narrow model's sizes alone.
+# codes of RefusedModel for which the narrow model's sizes alone may be the reason
 OF_SIZES = ("heads", "rejected-field", "rejected", "unmade")
-# Names of classes of transformers' modules that send each token through a few of several experts.
+# pattern of the class names of transformers' modules that send each token through a few of several experts
 EXPERTS = re.compile(r"(Experts|Router|MoE|Moe|MoeBlock|MoELayer)$")
-# Buffers that older versions of transformers wrote into files, and the pattern of their names.
+# By the name of a buffer that older versions of transformers wrote into files: the pattern of its full names there.
 OLDER_BUFFERS = {"inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 GRADIENT_TOLERANCE = 1e-5  # largest relative difference between the parts' gradients and the whole model's
-COUNTED = (64, 128)  # numbers of tokens of the two samples whose operations are counted
-# number of tokens whose activations are measured: so large that a weight's memory is negligible beside theirs
-MEASURED = 2**16
-SAMPLE = 1024  # most tokens of one sample while activations are measured
-# Most private memory of a sketch's process: a config.json may ask for anything. Qwen3-8B's took 0.5 GiB.
+COUNTED_TOKENS = (64, 128)  # lengths of the two samples whose operations are counted
+# Number of tokens in which activations are measured. It is so large that a weight's memory is negligible beside the
+# activations' memory.
+MEASURED_TOKENS = 2**16
+MOST_SAMPLE_TOKENS = 1024  # most tokens of one sample while activations are measured
+# Most bytes of private memory of a sketch's process, because a config.json may ask for any size. The sketch of Qwen3-8B
+# took 0.5 GiB.
 MOST_BYTES = 4 * 2**30
-SHORT = 256  # most tokens of one sample if attention stores the scores and masks of all pairs of tokens
+# likewise, if attention stores the scores and masks of all pairs of a sample's tokens
+MOST_PAIRED_TOKENS = 256
 
 
 def sketch(workload: Workload) -> dict[str, Any]:
@@ -157,8 +160,10 @@ def fields_of(config: Any) -> dict[str, Any]:
 
 
 def proved(workload: Workload, num_params: int) -> dict[str, tuple[float, float]]:
-    """Return what prove() does for a narrow model or, if transformers cannot make or run a narrow one, for a model of
-    the workload's own width. Raises RefusedModel, too, if that one is too large to be compared."""
+    """Return the result of prove() for a narrow model. If transformers cannot make or run a narrow model, return the
+    result for a model of the workload's own width. Raises RefusedModel if the parts compute something else than the
+    whole, or if the model of the workload's own width is too large to be compared. `num_params`: parameters of the
+    workload's model."""
     small = narrow(workload)
     try:
         return prove(small)
@@ -256,12 +261,12 @@ def layer_work(workload: Workload) -> tuple[int, int]:
     """Return two numbers of operations: a layer's for each token, and attention's for each pair of tokens in a sample.
     Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
     layer, operations = model.new_layer(workload, 0), []
-    for tokens in COUNTED:
+    for tokens in COUNTED_TOKENS:
         with FlopCounterMode(display=False) as counter:
             layer(torch.empty((1, tokens, workload.hidden_size), device="meta"))
         operations.append(counter.get_total_flops() // tokens)
-    pair = (operations[1] - operations[0]) // (COUNTED[1] - COUNTED[0])
-    return operations[0] - pair * COUNTED[0], pair if is_plain(workload) else pair // 2
+    pair = (operations[1] - operations[0]) // (COUNTED_TOKENS[1] - COUNTED_TOKENS[0])
+    return operations[0] - pair * COUNTED_TOKENS[0], pair if is_plain(workload) else pair // 2
 
 
 def is_plain(workload: Workload) -> bool:
@@ -294,14 +299,16 @@ def activation_memory(workload: Workload) -> dict[str, float]:
 def sample_tokens(workload: Workload) -> int:
     """Return the number of tokens of each sample on which activations are measured."""
     config = hub_config.parsed(str(workload.config))
-    most = min(config.get(name) or SAMPLE for name in ("sliding_window", "max_position_embeddings"))
-    return min(SHORT if is_plain(workload) else SAMPLE, most)
+    most = min(
+        config.get(name) or MOST_SAMPLE_TOKENS for name in ("sliding_window", "max_position_embeddings")
+    )
+    return min(MOST_PAIRED_TOKENS if is_plain(workload) else MOST_SAMPLE_TOKENS, most)
 
 
 def boundaries(workload: Workload, tokens: int) -> float:
     """Return the peak memory of a layer's recompute and backward pass, divided by the bytes of the layer's input.
     `tokens`: the length of a sample."""
-    size, dtype = (MEASURED // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
+    size, dtype = (MEASURED_TOKENS // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
     return peak(model.new_layer(workload, 0), size, dtype) / (math.prod(size) * dtype.itemsize)
 
 
@@ -343,7 +350,7 @@ def head_boundaries(workload: Workload) -> float:
                     nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME)),
                 )
         before = tracker.stats()["device_allocated"]
-        x = torch.empty((MEASURED, workload.hidden_size), dtype=dtype, device=NAME, requires_grad=True)
+        x = torch.empty((MEASURED_TOKENS, workload.hidden_size), dtype=dtype, device=NAME, requires_grad=True)
         y = ends.normalized(x)
         return (
             max(0.0, (tracker.stats()["device_allocated"] - before) / (x.nbytes) - 2)
@@ -356,13 +363,13 @@ def given_bytes(workload: Workload) -> tuple[int, int]:
     """Return the bytes of the tensors that layers get beside their input: the bytes for each token of a sample, and the
     bytes for each pair of its tokens."""
     token_bytes = []
-    for tokens in COUNTED:
+    for tokens in COUNTED_TOKENS:
         x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
         heard = parts_of(workload).heard(x)
         tensors = {id(leaf): leaf for leaf in tree_leaves(heard) if isinstance(leaf, Tensor)}
         token_bytes.append(-(-sum(tensor.nbytes for tensor in tensors.values()) // tokens))
-    pair = (token_bytes[1] - token_bytes[0]) // (COUNTED[1] - COUNTED[0])
-    return token_bytes[1] - pair * COUNTED[1], pair
+    pair = (token_bytes[1] - token_bytes[0]) // (COUNTED_TOKENS[1] - COUNTED_TOKENS[0])
+    return token_bytes[1] - pair * COUNTED_TOKENS[1], pair
 
 
 def main() -> None:

@@ -3,7 +3,7 @@ figures.
 
 A worker does one unit at a time. In `run_pool`, all workers share one queue, which holds the models' shards in turn. In
 `run_lines`, each worker has its own queue and waits for messages from its neighbors in a line, as stages of a pipeline
-do. For each item, a worker of a line has three units: F (forward) begins after the previous worker's message has
+do. For each micro-batch, a worker of a line has three units: F (forward) begins after the previous worker's message has
 arrived, B (backward) begins after the next worker's message has arrived, and R (recompute) runs between F and B. No
 worker's choice depends on later events at other workers. So the core goes over all workers again and again, and
 advances every worker whose next unit is known: a million units take about a second, for any number of workers.
@@ -48,30 +48,30 @@ def run_pool(
     number from [0, 1). A free worker takes the next unit of the waiting chain with the smallest key; if keys are equal,
     of the chain that has waited longest.
     """
-    left = [float(sum(chain)) for chain in chains]
+    seconds_left = [float(sum(chain)) for chain in chains]
     next_unit = [0] * len(chains)
-    waiting = [
-        (key(left[number], number, draw()), number, number) for number, chain in enumerate(chains) if chain
+    waiting_chains = [
+        (key(seconds_left[chain], chain, draw()), chain, chain) for chain, units in enumerate(chains) if units
     ]
-    arrival, now = len(waiting), 0.0
-    heapify(waiting)
-    running: list[tuple[float, int, int]] = []  # a heap of tuples (end, worker, chain)
-    units, free = [], list(reversed(range(num_workers)))
-    while waiting or running:
-        while waiting and free:
-            number, worker = heappop(waiting)[2], free.pop()
-            seconds = chains[number][next_unit[number]]
-            next_unit[number] += 1
-            left[number] -= seconds
-            heappush(running, (now + seconds, worker, number))
-            units.append(PoolUnit(number, worker, now, now + seconds))
-        now = running[0][0]
+    arrival, now = len(waiting_chains), 0.0
+    heapify(waiting_chains)
+    running_units: list[tuple[float, int, int]] = []  # a heap of tuples (end, worker, chain)
+    units, free_workers = [], list(reversed(range(num_workers)))
+    while waiting_chains or running_units:
+        while waiting_chains and free_workers:
+            chain, worker = heappop(waiting_chains)[2], free_workers.pop()
+            seconds = chains[chain][next_unit[chain]]
+            next_unit[chain] += 1
+            seconds_left[chain] -= seconds
+            heappush(running_units, (now + seconds, worker, chain))
+            units.append(PoolUnit(chain, worker, now, now + seconds))
+        now = running_units[0][0]
         # chains whose units end now wait again before any worker takes its next unit
-        while running and running[0][0] == now:
-            _, worker, number = heappop(running)
-            free.append(worker)
-            if next_unit[number] < len(chains[number]):
-                heappush(waiting, (key(left[number], arrival, draw()), arrival, number))
+        while running_units and running_units[0][0] == now:
+            _, worker, chain = heappop(running_units)
+            free_workers.append(worker)
+            if next_unit[chain] < len(chains[chain]):
+                heappush(waiting_chains, (key(seconds_left[chain], arrival, draw()), arrival, chain))
                 arrival += 1
     return units
 
@@ -83,7 +83,7 @@ class Line:
 
     orders: Array
     seconds: Sequence[Mapping[str, float]]  # for each worker, the seconds of F, R and B
-    num_items: int
+    num_micro_batches: int
     # for each worker but the last, the seconds of a message between it and the next worker
     send_seconds: Sequence[float]
     recompute_waits: bool  # True: R begins only after the message that B needs has arrived
@@ -93,8 +93,8 @@ class Line:
 
 @dataclass(frozen=True)
 class LineRun:
-    """The run of a line. `starts`, `ends`: times of F, R and B, in arrays (kinds, workers, items), in which NaN stands
-    for no unit; None if the times were not kept."""
+    """The run of a line. `starts`, `ends`: times of F, R and B, in arrays (kinds, workers, micro-batches), in which NaN
+    stands for no unit; None if the times were not kept."""
 
     ended: Array  # for each worker, the time at which it has done all its units
     busy: Array  # for each worker, the seconds of all its units together
@@ -130,125 +130,157 @@ class LineWorkers:
         import numpy as np
 
         self.sends_at_once, self.noise = sends_at_once, noise
-        self.sizes = [len(line.seconds) for line in lines]
-        self.firsts = np.cumsum([0, *self.sizes[:-1]])
-        num_workers, most = sum(self.sizes), max(line.num_items for line in lines)
-        self.rows = np.arange(num_workers)
+        self.line_lengths = [len(line.seconds) for line in lines]
+        self.first_workers = np.cumsum([0, *self.line_lengths[:-1]])
+        num_workers, most = sum(self.line_lengths), max(line.num_micro_batches for line in lines)
+        self.worker_numbers = np.arange(num_workers)
         self.is_first, self.is_last = np.zeros(num_workers, bool), np.zeros(num_workers, bool)
-        self.is_first[self.firsts] = self.is_last[self.firsts + np.array(self.sizes) - 1] = True
-        self.num_items = np.repeat([line.num_items for line in lines], self.sizes)
-        self.waits = np.repeat([line.recompute_waits for line in lines], self.sizes)
-        self.chooses = np.repeat([line.is_opportunistic for line in lines], self.sizes)
-        self.is_any_choosing = bool(self.chooses.any())
-        self.orders = np.zeros((num_workers, 1 + max(line.orders.shape[1] for line in lines)), np.uint8)
-        self.seconds = np.zeros((num_workers, 1 + len(KINDS)))
-        self.send_seconds = np.zeros(num_workers)  # of a message from each worker to the next
-        for first, line in zip(self.firsts, lines, strict=True):
-            workers = slice(first, first + len(line.seconds))
-            self.orders[first : first + len(line.orders), : line.orders.shape[1]] = line.orders
-            self.seconds[workers, 1:] = [[of_worker[kind] for kind in KINDS] for of_worker in line.seconds]
-            self.send_seconds[workers] = [*line.send_seconds, 0.0]
-        # For each worker and item, the time at which the message from the previous worker (below) or the next worker
-        # (above) arrives; inf: not known yet. The last column is for messages that never come.
-        self.below, self.above = np.full((2, num_workers, most + 1), np.inf)
-        exists = np.arange(most + 1) < self.num_items[:, None]
-        self.below[exists & self.is_first[:, None]] = self.above[exists & self.is_last[:, None]] = 0.0
-        # By direction, link, and message that the link carries at a time: when the link has done with it.
+        self.is_first[self.first_workers] = self.is_last[
+            self.first_workers + np.array(self.line_lengths) - 1
+        ] = True
+        self.num_micro_batches = np.repeat([line.num_micro_batches for line in lines], self.line_lengths)
+        self.recompute_waits = np.repeat([line.recompute_waits for line in lines], self.line_lengths)
+        self.is_opportunistic = np.repeat([line.is_opportunistic for line in lines], self.line_lengths)
+        self._set_queues(lines, num_workers)
+        # For each worker and micro-batch, the time at which the message from the previous worker, or from the next
+        # worker, arrives; inf: not known yet. The last column is for messages that never come.
+        self.previous_arrives_at, self.next_arrives_at = np.full((2, num_workers, most + 1), np.inf)
+        exists = np.arange(most + 1) < self.num_micro_batches[:, None]
+        self.previous_arrives_at[exists & self.is_first[:, None]] = 0.0
+        self.next_arrives_at[exists & self.is_last[:, None]] = 0.0
+        # By direction, link, and place in the link (one for each message that the link carries at a time): the time at
+        # which the link has carried the last message of this place.
         self.links = np.zeros((2, num_workers, sends_at_once or 0))
-        self.done = {kind: np.zeros(num_workers, int) for kind in (F, R, B)}
-        self.place = np.zeros(num_workers, int)  # in the queue
-        self.ahead = np.zeros(num_workers, int)  # forward units that ran earlier than their turn
-        self.free, self.busy = np.zeros(num_workers), np.zeros(num_workers)
-        # for each worker, a time before which its next unit does not begin; its next message arrives later than that
+        self.free_at, self.busy = np.zeros(num_workers), np.zeros(num_workers)
+        # for each worker, a time before which its next unit does not begin, so that its next messages arrive later
         self.least = np.zeros(num_workers)
         self.starts = self.ends = None
         if keeps_units:
             self.starts, self.ends = np.full((2, len(KINDS), num_workers, most), np.nan)
 
+    def _set_queues(self, lines: Sequence[Line], num_workers: int) -> None:
+        """Set each worker's queue, the seconds of its units and of its messages, and its place in the queue."""
+        import numpy as np
+
+        self.orders = np.zeros((num_workers, 1 + max(line.orders.shape[1] for line in lines)), np.uint8)
+        self.seconds = np.zeros((num_workers, 1 + len(KINDS)))
+        self.send_seconds = np.zeros(num_workers)  # of a message from each worker to the next
+        for first_worker, line in zip(self.first_workers, lines, strict=True):
+            workers = slice(first_worker, first_worker + len(line.seconds))
+            self.orders[first_worker : first_worker + len(line.orders), : line.orders.shape[1]] = line.orders
+            self.seconds[workers, 1:] = [[of_worker[kind] for kind in KINDS] for of_worker in line.seconds]
+            self.send_seconds[workers] = [*line.send_seconds, 0.0]
+        self.done = {kind: np.zeros(num_workers, int) for kind in (F, R, B)}
+        self.queue_positions = np.zeros(num_workers, int)  # the next unit's place in each worker's queue
+        self.num_early_forwards = np.zeros(num_workers, int)  # forward units that ran earlier than their turn
+
     def advance(self) -> bool:
         """Run one unit of every worker whose next unit is known; return False if all units are done."""
         import numpy as np
 
-        kind = self._next_kinds()
-        if not kind.any():
+        kinds = self._next_kinds()
+        if not kinds.any():
             return False
-        from_below, from_above = self.below[self.rows, self.done[F]], self.above[self.rows, self.done[B]]
+        from_previous = self.previous_arrives_at[self.worker_numbers, self.done[F]]
+        from_next = self.next_arrives_at[self.worker_numbers, self.done[B]]
         is_unsure = None
-        if self.is_any_choosing:
-            below_least, above_least = np.roll(self.least, 1), np.roll(self.least, -1)
-            may = (kind == R) & self.chooses & (from_above > self.free)
-            comes = may & (from_above == np.inf) & (above_least < self.free)
-            could = may & (self.done[F] < self.num_items) & (from_below == np.inf) & (below_least < self.free)
-            is_unsure = comes | could
-            swaps = may & ~is_unsure & (from_below <= self.free)
-            kind = np.where(swaps, F, kind)
-            self.ahead += swaps
-            self.place -= swaps
-        arrives = np.where(kind == F, from_below, np.where((kind == B) | self.waits, from_above, 0.0))
-        start = np.maximum(self.free, arrives)
-        goes = (kind != 0) & (start < np.inf)
+        if self.is_opportunistic.any():
+            previous_least, next_least = np.roll(self.least, 1), np.roll(self.least, -1)
+            kinds, is_unsure = self._swapped(kinds, (from_previous, from_next), (previous_least, next_least))
+        arrivals = np.where(
+            kinds == F, from_previous, np.where((kinds == B) | self.recompute_waits, from_next, 0.0)
+        )
+        starts = np.maximum(self.free_at, arrivals)
+        is_ready = (kinds != 0) & (starts < np.inf)
         if is_unsure is not None:
-            goes &= ~is_unsure
-            is_blocked = (kind != 0) & ~goes & ~is_unsure
-            awaited = np.maximum(self.least, np.where(kind == F, below_least, above_least))
-            self.least = np.where(is_blocked, awaited, np.where(kind == 0, np.inf, self.least))
-        who = np.flatnonzero(goes)
-        self._run(who, kind[who], start[who])
+            is_ready &= ~is_unsure
+            is_blocked = (kinds != 0) & ~is_ready & ~is_unsure
+            least_of_blocked = np.maximum(self.least, np.where(kinds == F, previous_least, next_least))
+            self.least = np.where(is_blocked, least_of_blocked, np.where(kinds == 0, np.inf, self.least))
+        workers = np.flatnonzero(is_ready)
+        self._run(workers, kinds[workers], starts[workers])
         return True
+
+    def _swapped(
+        self, kinds: Array, arrivals: tuple[Array, Array], neighbor_least: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """Let opportunistic workers whose next unit is R run the next F first, if the message for B has not arrived and
+        the message for F has. Return the new kinds, and an array that is True for workers that must wait for a later
+        call, because one of the two messages is not known yet, but may arrive before the worker is free.
+
+        `arrivals`: the times at which the messages from the previous and from the next worker arrive. `neighbor_least`:
+        times before which the next units of the previous and of the next worker do not begin.
+        """
+        import numpy as np
+
+        (from_previous, from_next), (previous_least, next_least) = arrivals, neighbor_least
+        may_swap = (kinds == R) & self.is_opportunistic & (from_next > self.free_at)
+        backward_may_come = may_swap & (from_next == np.inf) & (next_least < self.free_at)
+        has_forward = may_swap & (self.done[F] < self.num_micro_batches)
+        forward_may_come = has_forward & (from_previous == np.inf) & (previous_least < self.free_at)
+        is_unsure = backward_may_come | forward_may_come
+        swaps = may_swap & ~is_unsure & (from_previous <= self.free_at)
+        self.num_early_forwards += swaps
+        self.queue_positions -= swaps
+        return np.where(swaps, F, kinds), is_unsure
 
     def _next_kinds(self) -> Array:
         """Return the kind of each worker's next unit in its queue, without forward units that ran earlier."""
-        kind = self.orders[self.rows, self.place]
-        while (again := (kind == F) & (self.ahead > 0)).any():
-            self.place += again
-            self.ahead -= again
-            kind = self.orders[self.rows, self.place]
-        return kind
+        kinds = self.orders[self.worker_numbers, self.queue_positions]
+        while (ran_earlier := (kinds == F) & (self.num_early_forwards > 0)).any():
+            self.queue_positions += ran_earlier
+            self.num_early_forwards -= ran_earlier
+            kinds = self.orders[self.worker_numbers, self.queue_positions]
+        return kinds
 
-    def _run(self, who: Array, kinds: Array, start: Array) -> None:
-        """Run a unit of each of these workers, and send the messages."""
-        takes = self.seconds[who, kinds]
+    def _run(self, workers: Array, kinds: Array, starts: Array) -> None:
+        """Run a unit of each of these workers, and send the messages. `kinds`, `starts`: for each of the workers, the
+        unit's kind and its start."""
+        seconds = self.seconds[workers, kinds]
         if self.noise:
-            takes = self.noise(takes, False)
-        end = start + takes
-        self.busy[who] += takes
-        self.free[who] = self.least[who] = end
-        self.place[who] += 1
-        for row, kind in enumerate((F, R, B)):
-            chosen = kinds == kind
-            mine, ended = who[chosen], end[chosen]
-            items = self.done[kind][mine]
+            seconds = self.noise(seconds, False)
+        ends = starts + seconds
+        self.busy[workers] += seconds
+        self.free_at[workers] = self.least[workers] = ends
+        self.queue_positions[workers] += 1
+        for kind_index, kind in enumerate((F, R, B)):
+            is_of_kind = kinds == kind
+            workers_of_kind, ends_of_kind = workers[is_of_kind], ends[is_of_kind]
+            micro_batches = self.done[kind][workers_of_kind]
             if self.starts is not None and self.ends is not None:
-                self.starts[row, mine, items], self.ends[row, mine, items] = start[chosen], ended
+                units = kind_index, workers_of_kind, micro_batches
+                self.starts[units], self.ends[units] = starts[is_of_kind], ends_of_kind
             if kind != R:
-                self._send(kind, mine, items, ended)
-            self.done[kind][mine] += 1
+                self._send(kind, workers_of_kind, micro_batches, ends_of_kind)
+            self.done[kind][workers_of_kind] += 1
 
-    def _send(self, kind: int, who: Array, items: Array, end: Array) -> None:
-        """Send a message about each of these items from its worker, at the time `end`. Write the times at which the
-        messages arrive into `below` or `above`."""
+    def _send(self, kind: int, workers: Array, micro_batches: Array, ends: Array) -> None:
+        """Send a message about each of these micro-batches from its worker, at the times `ends`, to the next worker (F)
+        or the previous one (B). Write the times at which the messages arrive."""
         import numpy as np
 
-        goes = ~(self.is_last if kind == F else self.is_first)[who]
-        who, items, end = who[goes], items[goes], end[goes]
-        if len(who) == 0:
+        has_receiver = ~(self.is_last if kind == F else self.is_first)[workers]
+        workers, micro_batches, ends = workers[has_receiver], micro_batches[has_receiver], ends[has_receiver]
+        if len(workers) == 0:
             return
-        to, arrivals = (who + 1, self.below) if kind == F else (who - 1, self.above)
-        takes = self.send_seconds[np.minimum(who, to)]
+        receivers, arrivals = (
+            (workers + 1, self.previous_arrives_at) if kind == F else (workers - 1, self.next_arrives_at)
+        )
+        seconds = self.send_seconds[np.minimum(workers, receivers)]
         if self.noise:
-            takes = self.noise(takes, True)
+            seconds = self.noise(seconds, True)
         if self.sends_at_once:
-            at = int(kind == F), who, items % self.sends_at_once
-            end = np.maximum(end, self.links[at])
-            self.links[at] = end + takes
-        arrivals[to, items] = end + takes
+            link_places = int(kind == F), workers, micro_batches % self.sends_at_once
+            ends = np.maximum(ends, self.links[link_places])
+            self.links[link_places] = ends + seconds
+        arrivals[receivers, micro_batches] = ends + seconds
 
     def runs(self) -> list[LineRun]:
         """Return the run of each line."""
         runs = []
-        for first, size in zip(self.firsts, self.sizes, strict=True):
-            part = slice(first, first + size)
-            starts = None if self.starts is None else self.starts[:, part]
-            ends = None if self.ends is None else self.ends[:, part]
-            runs.append(LineRun(self.free[part], self.busy[part], starts, ends))
+        for first_worker, num_workers in zip(self.first_workers, self.line_lengths, strict=True):
+            workers = slice(first_worker, first_worker + num_workers)
+            starts = None if self.starts is None else self.starts[:, workers]
+            ends = None if self.ends is None else self.ends[:, workers]
+            runs.append(LineRun(self.free_at[workers], self.busy[workers], starts, ends))
         return runs

@@ -43,14 +43,23 @@ class Agent(Protocol):
 class Clock(Protocol):
     """Defines the meaning of an agent's `now`, and how ops change it."""
 
-    zero: Any
+    zero: Any  # the `now` of every agent at the start
 
-    def join(self, one: Any, other: Any) -> Any: ...  # the earliest `now` that is at or after both
-    def load(self, thread: Agent) -> float: ...  # a pool gives work to its thread with the smallest load
-    def queued(self, thread: Agent, op: Op) -> None: ...  # the thread puts the op on a stream
-    def ran(self, agent: Agent, op: Op) -> None: ...  # the agent has run the op
-    # from `now` on, the agent may use this memory again
-    def freed(self, agent: Agent, now: Any, memory: Memory) -> None: ...
+    def join(self, one: Any, other: Any) -> Any:
+        """Return the earliest `now` that is at or after both."""
+
+    def load(self, thread: Agent) -> float:
+        """Return the load of a pool's thread. The pool gives its next work to the thread with the smallest load."""
+        ...
+
+    def queued(self, thread: Agent, op: Op) -> None:
+        """Note that the thread queues the op on a stream."""
+
+    def ran(self, agent: Agent, op: Op) -> None:
+        """Note that the agent has run the op."""
+
+    def freed(self, agent: Agent, now: Any, memory: Memory) -> None:
+        """Note that the memory was freed: from `now` on, the agent may use the memory again."""
 
 
 @dataclass(eq=False)
@@ -62,8 +71,8 @@ class HostThread:
 
 @dataclass(eq=False)
 class Event:
-    """Stands for a recorded torch.cuda.Event, or for the future of work given to a pool. The work itself has already
-    run; by the clock, the streams that the work used may end later."""
+    """Stands for a recorded torch.cuda.Event, or for the future of work given to a pool. The work has already run in
+    this process, but the clock may book its end at a later time. `now`: the clock's value at that end."""
 
     streams: FakeStreams
     now: Any
