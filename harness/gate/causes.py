@@ -54,21 +54,24 @@ def without_decay(record: Record, reference: Record) -> str:
     larger by the amount that decay takes off, while biases, norms and all other matrices agree. Decay shows late, so
     the first wrong loss or norm would not name this cause."""
     load = record.job.workload
-    taken = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
-    grown: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    decay = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
+    growth_by_kind: dict[bool, dict[str, float]] = {True: {}, False: {}}
     for name, ratio in evidence.ratios(record, reference, "size").items():
-        grown[name.endswith("bias") or ".ln" in name or "norm" in name][name] = ratio - 1
-    vectors, matrices = median_of([0.0, *map(abs, grown[True].values())]), grown[False]
-    if vectors > taken / 10:
+        growth_by_kind[name.endswith("bias") or ".ln" in name or "norm" in name][name] = ratio - 1
+    vector_growth = median_of([0.0, *map(abs, growth_by_kind[True].values())])
+    matrix_growth = growth_by_kind[False]
+    if vector_growth > decay / 10:
         return ""
-    if taken / 2 <= (median := median_of([0.0, *matrices.values()])) <= 2 * taken:
+    if decay / 2 <= (median := median_of([0.0, *matrix_growth.values()])) <= 2 * decay:
         return f"matrices end {median:.1e} larger than the reference's, where biases and norms agree: as without decay"
-    undecayed = [name for name, far in matrices.items() if taken / 2 <= far <= 2 * taken]
-    if not undecayed or any(abs(far) > taken / 10 for name, far in matrices.items() if name not in undecayed):
+    undecayed = [name for name, growth in matrix_growth.items() if decay / 2 <= growth <= 2 * decay]
+    if not undecayed or any(
+        abs(growth) > decay / 10 for name, growth in matrix_growth.items() if name not in undecayed
+    ):
         return ""
-    far = median_of(matrices[name] for name in undecayed)
+    growth = median_of(matrix_growth[name] for name in undecayed)
     others = "where all other tensors agree: as without decay there"
-    return f"{evidence.names_text(undecayed)}: {far:.1e} larger at the end than in the reference, {others}"
+    return f"{evidence.names_text(undecayed)}: {growth:.1e} larger at the end than in the reference, {others}"
 
 
 def outstanding(record: Record, reference: Record) -> str:
@@ -84,7 +87,7 @@ def outstanding(record: Record, reference: Record) -> str:
         ).append(name)
     ratios = {}
     for group, names in groups.items():
-        others = [far for name, far in distances.items() if name not in names]
+        others = [distance for name, distance in distances.items() if name not in names]
         if others:
             ratios[group] = median_of(distances[name] for name in names) / max(LEAST, median_of(others))
     farthest = max(ratios, key=lambda group: ratios[group], default="")

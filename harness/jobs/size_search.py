@@ -139,24 +139,28 @@ def _try(answer: SizeAnswer, probe: Callable[[int], SizeOutcome], size: int) -> 
 
 def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
     """Return the next size to try, and the stride for the size after that. The size is None if the answer is known."""
-    below, first = answer.largest, answer.first_failing
-    last, above = answer.last_passing, answer.failed_above
-    if guess not in (*answer.passing, *answer.failing) and last < guess < first:
+    largest_passing, first_failing = answer.largest, answer.first_failing
+    last_passing, failed_above = answer.last_passing, answer.failed_above
+    if guess not in (*answer.passing, *answer.failing) and last_passing < guess < first_failing:
         return guess, stride
-    if first - below > 1 and below < answer.least:  # nothing passed below the first failure: go down
-        return max(answer.least, first - stride), 2 * stride
-    if above is None and last < answer.most:  # nothing failed above the last pass: go up
-        return min(answer.most, last + stride), 2 * stride
+    if first_failing - largest_passing > 1 and largest_passing < answer.least:
+        # no size below the first failure has passed: go down
+        return max(answer.least, first_failing - stride), 2 * stride
+    if failed_above is None and last_passing < answer.most:
+        # no size above the last pass has failed: go up
+        return min(answer.most, last_passing + stride), 2 * stride
     # some smaller size passed, so go down from the failure by strides, but not below the interval's middle
-    if first - below > 1 and first <= answer.most:
-        return max((below + first) // 2, first - stride), 2 * stride
-    if above is not None and above - last > 1:
-        return (last + above) // 2, stride
-    for size, known in ((below, answer.passing), (above, answer.failing)):
-        if size is not None and answer.least <= size and known.count(size) < repeats:
+    if first_failing - largest_passing > 1 and first_failing <= answer.most:
+        return max((largest_passing + first_failing) // 2, first_failing - stride), 2 * stride
+    if failed_above is not None and failed_above - last_passing > 1:
+        return (last_passing + failed_above) // 2, stride
+    for size, sizes in ((largest_passing, answer.passing), (failed_above, answer.failing)):
+        if size is not None and answer.least <= size and sizes.count(size) < repeats:
             return size, stride
-    if repeats > 1 and above is not None and above < answer.most and above + 1 not in answer.failing:
-        return above + 1, stride  # probe the size above the failure, too: the failure may be an exception
+    if repeats > 1 and failed_above is not None and failed_above < answer.most:
+        # probe the size above the failure, too, because the failure may be an exception
+        if failed_above + 1 not in answer.failing:
+            return failed_above + 1, stride
     return None, stride
 
 
@@ -168,12 +172,12 @@ def extrapolate(points: Iterable[tuple[int, dict[str, int]]], size: int) -> int:
     the most may change with the size.
     """
     lines: dict[str, list[tuple[int, int]]] = {}
-    for at, phases in sorted(points, key=lambda point: point[0]):
+    for point_size, phases in sorted(points, key=lambda point: point[0]):
         for phase, num_bytes in phases.items():
-            lines.setdefault(phase, []).append((at, num_bytes))
+            lines.setdefault(phase, []).append((point_size, num_bytes))
     values = []
-    for line in lines.values():
-        (x, y), (x_last, y_last) = line[0], line[-1]
-        slope = (y_last - y) / (x_last - x) if x_last > x else 0.0
-        values.append(y_last + slope * (size - x_last))
+    for points_of_phase in lines.values():
+        (first_size, first_bytes), (last_size, last_bytes) = points_of_phase[0], points_of_phase[-1]
+        slope = (last_bytes - first_bytes) / (last_size - first_size) if last_size > first_size else 0.0
+        values.append(last_bytes + slope * (size - last_size))
     return round(max(values, default=0))

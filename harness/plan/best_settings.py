@@ -60,11 +60,11 @@ def best(
     """
     if "batch_size" not in searched:
         return _in_parts(attempt, workload, searched)
-    now = _in_parts(attempt, replace(workload, batch_size=least), searched)
-    if now.step is None:
+    current = _in_parts(attempt, replace(workload, batch_size=least), searched)
+    if current.step is None:
         tries = [_in_parts(attempt, replace(workload, batch_size=size), searched) for size in WITHOUT_RATES]
         return next((attempted for attempted in tries if not attempted.lacks), tries[-1])
-    fitting = _doubled(attempt, workload, now, searched)
+    fitting = _doubled(attempt, workload, current, searched)
     if fitting[-1].of_bound >= NEAR:  # this batch is the first at which arithmetic limits the speed
         return fitting[-1]
     most = max(map(_speed, fitting))
@@ -76,20 +76,20 @@ def _doubled(
 ) -> list[Try]:
     """Return the first try, and those at its doubled batches that fit, each faster than the one before. The last try
     may have 1.5 times the batch of the one before."""
-    fitting, now = [first], first
-    while not now.lacks and now.of_bound < NEAR:
-        size, parts = 2 * now.workload.batch_size, now.workload.micro_batches
+    fitting, current = [first], first
+    while not current.lacks and current.of_bound < NEAR:
+        size, parts = 2 * current.workload.batch_size, current.workload.micro_batches
         if size * workload.seq_len > MOST_TOKENS:
             break
-        now = _in_parts(attempt, replace(workload, batch_size=size, micro_batches=parts), searched)
+        current = _in_parts(attempt, replace(workload, batch_size=size, micro_batches=parts), searched)
         # this batch does not fit, so try three quarters of it, which is 1.5 times the last batch that fit
-        if now.lacks and size > 2:
-            now = _in_parts(attempt, replace(workload, batch_size=3 * size // 4), searched)
-            fitting += [] if now.lacks else [now]
+        if current.lacks and size > 2:
+            current = _in_parts(attempt, replace(workload, batch_size=3 * size // 4), searched)
+            fitting += [] if current.lacks else [current]
             break
-        if now.lacks or _speed(now) < _speed(fitting[-1]):
+        if current.lacks or _speed(current) < _speed(fitting[-1]):
             break
-        fitting.append(now)
+        fitting.append(current)
     return fitting
 
 
@@ -100,25 +100,25 @@ def _speed(tried: Try) -> float:
 def _in_parts(attempt: Callable[[Workload], Try], workload: Workload, searched: frozenset[str]) -> Try:
     """Return the Try with the best number of micro-batches. The number is doubled as long as each doubling lets the
     plan lack less memory or run faster."""
-    now = attempt(workload)
+    current = attempt(workload)
     if "micro_batches" not in searched or workload.dropout:
-        return now
-    while now.lacks or now.of_bound < NEAR:
-        parts = 2 * now.workload.micro_batches
+        return current
+    while current.lacks or current.of_bound < NEAR:
+        parts = 2 * current.workload.micro_batches
         if workload.batch_size % parts:
             break
-        more = attempt(replace(workload, micro_batches=parts))
-        if not _is_better(more, now):
+        finer = attempt(replace(workload, micro_batches=parts))
+        if not _is_better(finer, current):
             break
-        now = more
-    return now
+        current = finer
+    return current
 
 
-def _is_better(more: Try, now: Try) -> bool:
-    """True if the try `more` lacks less memory or, if both fit, is more than LEAST_SPEEDUP times as fast."""
-    if more.lacks or now.lacks:
-        return _lacks(more) < _lacks(now)
-    return _speed(more) > LEAST_SPEEDUP * _speed(now)
+def _is_better(finer: Try, current: Try) -> bool:
+    """True if the try `finer` lacks less memory or, if both fit, is more than LEAST_SPEEDUP times as fast."""
+    if finer.lacks or current.lacks:
+        return _lacks(finer) < _lacks(current)
+    return _speed(finer) > LEAST_SPEEDUP * _speed(current)
 
 
 def _lacks(tried: Try) -> int:

@@ -213,13 +213,14 @@ class Spans:
 
 class Due:
     """An update that waits for its gradient, or is under way. `released`: time at which its gradient has arrived.
-    `seconds`: time that the update needs. `about`: spans whose labels the update's own spans get."""
+    `seconds`: time that the update needs. `labels`: spans whose track, work and part of the model the update's own
+    spans get."""
 
     def __init__(
-        self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, about: list[Span]
+        self, pool: VirtualWorkers, deadline: int, released: float, seconds: float, labels: list[Span]
     ) -> None:
         self.pool, self.deadline, self.released = pool, deadline, released
-        self.left, self.about = seconds, about
+        self.seconds_left, self.labels = seconds, labels
         self.end = math.inf
 
     def result(self) -> None:
@@ -238,13 +239,16 @@ class VirtualWorkers(Pool):
         self.waiting: list[Due] = []
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Any:
-        streams, busy, aside = self.streams, self.clock.busy_seconds, Spans(self.streams)
+        streams, busy = self.streams, self.clock.busy_seconds
+        work_spans = Spans(
+            self.streams
+        )  # apart from self.spans, because the work has its time only in work_until()
         thread, before = HostThread("workers", streams.thread.now, streams.compute), busy["workers"]
-        with mock.patch.multiple(streams, thread=thread, span=aside.span):
+        with mock.patch.multiple(streams, thread=thread, span=work_spans.span):
             work(0, num_chunks)
         seconds = busy["workers"] - before
         self.waiting.append(
-            Due(self, deadline, thread.now - seconds, seconds / len(self.threads), aside.done[:1])
+            Due(self, deadline, thread.now - seconds, seconds / len(self.threads), work_spans.done[:1])
         )
         return self.waiting[-1]
 
@@ -254,16 +258,16 @@ class VirtualWorkers(Pool):
             if not landed:
                 self.now = min(due.released for due in self.waiting)
                 continue
-            first = min(landed, key=lambda due: due.deadline)
-            sooner = [due.released - self.now for due in self.waiting if due.released > self.now]
-            spent = min(first.left, *sooner) if sooner else first.left
-            for about in first.about:
-                self.spans.add(about._replace(start=self.now, end=self.now + spent))
-            self.now += spent
-            first.left -= spent
-            if first.left <= 1e-9 * self.now:
-                first.end = self.now
-                self.waiting.remove(first)
+            most_urgent = min(landed, key=lambda due: due.deadline)
+            waits = [due.released - self.now for due in self.waiting if due.released > self.now]
+            seconds = min(most_urgent.seconds_left, *waits) if waits else most_urgent.seconds_left
+            for label in most_urgent.labels:
+                self.spans.add(label._replace(start=self.now, end=self.now + seconds))
+            self.now += seconds
+            most_urgent.seconds_left -= seconds
+            if most_urgent.seconds_left <= 1e-9 * self.now:
+                most_urgent.end = self.now
+                self.waiting.remove(most_urgent)
 
 
 @contextmanager
