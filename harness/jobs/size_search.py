@@ -157,11 +157,14 @@ def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[in
     for size, sizes in ((largest_passing, answer.passing), (failed_above, answer.failing)):
         if size is not None and answer.least <= size and sizes.count(size) < repeats:
             return size, stride
-    if repeats > 1 and failed_above is not None and failed_above < answer.most:
-        # probe the size above the failure, too, because the failure may be an exception
-        if failed_above + 1 not in answer.failing:
-            return failed_above + 1, stride
-    return None, stride
+    if (
+        repeats <= 1
+        or failed_above is None
+        or failed_above >= answer.most
+        or failed_above + 1 in answer.failing
+    ):
+        return None, stride
+    return failed_above + 1, stride  # probe the size above the failure, too: the failure may be an exception
 
 
 def extrapolate(points: Iterable[tuple[int, dict[str, int]]], size: int) -> int:
