@@ -22,11 +22,11 @@ def check_method(file: Path) -> None:
         raise ValueError(f"expected a method's file, such as my_method.py, got {file}")
     failures: set[str] = set()
     for name, is_passed, message in outcomes(file):
-        said = " ".join(message.split())
+        message_text = " ".join(message.split())
         if not is_passed:
             # leave out the name of the log, which differs between runs that fail alike
-            failure = said.partition("; its log has the traceback")[0]
-            said = "as told above" if failure in failures else said
+            failure = message_text.partition("; its log has the traceback")[0]
+            message_text = "as told above" if failure in failures else message_text
             failures.add(failure)
-        print(f"{'passed' if is_passed else 'failed'}  {name}: {said}", flush=True)
+        print(f"{'passed' if is_passed else 'failed'}  {name}: {message_text}", flush=True)
     sys.exit(CHECK_FAILED if failures else 0)

@@ -30,10 +30,10 @@ from papers.report import page
 MOST_BUILD_SECONDS = 20  # seconds; the demo leaves out a method whose compilation takes longer
 
 
-def plans(used: CaseProfile, names: Sequence[str]) -> list[Planned]:
+def plans(profile: CaseProfile, names: Sequence[str]) -> list[Planned]:
     """Return a planned job for each method, at the depth that all methods of the profile train. The jobs have the same
     options as the cases' jobs, so that no run is made twice."""
-    return [resolve(used.job(name, used.common)) for name in names]
+    return [resolve(profile.job(name, profile.common)) for name in names]
 
 
 def left_out(names: Sequence[str], device: str) -> dict[str, str]:
@@ -66,21 +66,21 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
     started = time.monotonic()
     quick = {number: case.load(number).quick for number in case.numbers() if case.load(number).quick}
     names = list(dict.fromkeys(chain.from_iterable(quick.values()))) if is_quick else method.names()
-    without = left_out(names, case.profile_of("demo", None).device)
-    for name, why in without.items():
+    reasons_to_leave_out = left_out(names, case.profile_of("demo", None).device)
+    for name, why in reasons_to_leave_out.items():
         print(f"left out: {name}: {why}", file=sys.stderr)
-    names = [name for name in names if name not in without]
+    names = [name for name in names if name not in reasons_to_leave_out]
     set_up(results, as_json, names)
     # made after set_up(): its link's speed depends on whether sim is compiled
-    used = case.profile_of("demo", None)
+    profile = case.profile_of("demo", None)
     with reporter(as_json) as tell:
         finished = []
-        for planned in [] if is_quick else plans(used, names):
+        for planned in [] if is_quick else plans(profile, names):
             probed = None if method.create(planned.job.method, planned.job.options).bit_exact else NONE
             finished += Sweep(results, report=tell, probe=probed).run([planned])
     numbers = list(quick) if is_quick else case.numbers_of_all()
     output, choice = CaseOutput(results, results / "figures"), RunChoice(names, probe=NONE)
-    finished += make(numbers, used, output, choice, as_json)
+    finished += make(numbers, profile, output, choice, as_json)
     index, review = page.write(results)
     minutes = (time.monotonic() - started) / 60
     if as_json:

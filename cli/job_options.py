@@ -156,11 +156,13 @@ def make_jobs(options: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
     jobs = []
     for name, workload, values in itertools.product(names, workloads(options), itertools.product(*choices)):
         allowed = method.option_names(method.load(name, folders))
-        chosen = {field: value for field, value in zip(by_flag, values, strict=True) if field in allowed}
-        if options.get("as_artifact") and "window_size" in chosen:
+        chosen_options = {
+            field: value for field, value in zip(by_flag, values, strict=True) if field in allowed
+        }
+        if options.get("as_artifact") and "window_size" in chosen_options:
             # the artifact, too, limits the window to the model's layers
-            chosen["window_size"] = min(chosen["window_size"], workload.num_layers)
-        jobs.append(Job(name, workload, {**by_name, **chosen}, budget, device, steps, warmup))
+            chosen_options["window_size"] = min(chosen_options["window_size"], workload.num_layers)
+        jobs.append(Job(name, workload, {**by_name, **chosen_options}, budget, device, steps, warmup))
     for field in by_flag:
         if not flags[field].is_for_all and not any(field in job.options for job in jobs):
             able = ", ".join(method.having(field, folders))

@@ -299,8 +299,8 @@ def _train(call: Call, is_sweep: bool = False) -> None:
     if len(records) > 1 and not call.output.as_json:
         print_results(records)
     if call.output.shows_verdicts:
-        ended = iter(records)
-        ends = [outcome if isinstance(outcome, str) else next(ended) for outcome in outcomes]
+        remaining_records = iter(records)
+        ends = [outcome if isinstance(outcome, str) else next(remaining_records) for outcome in outcomes]
         _show_verdicts(call.jobs, ends, call.output)
     refused = [record for record in records if (record.status, record.phase) == ("does-not-fit", "plan")]
     if not is_sweep and len(refused) == len(call.jobs):

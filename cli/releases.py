@@ -85,18 +85,18 @@ def releases(extent: Extent | None, **values: Any) -> None:
         name, _, release = values["script"].partition("@")
         print(script(name, release), end="")
         return
-    used = case.profile_of(None, None)
-    cells = _cells(values, has_gpu=used.device == "cuda")
+    profile = case.profile_of(None, None)
+    cells = _cells(values, has_gpu=profile.device == "cuda")
     results, as_json = values["results"], values["as_json"]
     out = values["out"] or results / "releases.md"
     check_replaceable(out, f"# {TITLE}".encode())
     check_writable(results)
     check_writable(out.resolve().parent, "--out")
-    plans = _plans(used, cells)
+    plans = _plans(profile, cells)
     with reporter(as_json) as report:
         sweep = Sweep(results, (), report, values["rerun"], probe=extent or NONE, is_timed=False)
         records = _run(plans, sweep, as_json)
-    _write(used, results, out, as_json)
+    _write(profile, results, out, as_json)
     sys.exit(exit_codes.of_records(records, is_sweep=True))
 
 
@@ -120,7 +120,7 @@ def _cells(values: dict[str, Any], has_gpu: bool) -> list[tuple[str, str]]:
     return cells
 
 
-def _plans(used: CaseProfile, cells: Sequence[tuple[str, str]]) -> list[Planned]:
+def _plans(profile: CaseProfile, cells: Sequence[tuple[str, str]]) -> list[Planned]:
     """Return a planned job for each cell that has a plan here; print why the others have none."""
     from cases.case10 import job_of
 
@@ -128,7 +128,7 @@ def _plans(used: CaseProfile, cells: Sequence[tuple[str, str]]) -> list[Planned]
     left_out: list[str] = []
     for name, release in cells:
         try:
-            plans.append(resolve(job_of(used, name, release)))
+            plans.append(resolve(job_of(profile, name, release)))
         except ValueError as error:  # several ranks, and too few GPUs
             left_out.append(f"{name}@{release}: {error}")
     if not plans:

@@ -45,8 +45,10 @@ def sentence(place: TrainingPlace, room: Room, decision: Decision, model: str | 
             for name in (row["dtype"], f"batch {settings_text(row)}", disk and f"disk {gib(disk)}")
             if name
         ]
-        off = abs(row["error_of_forecast"]["worst"])
-        foretold = f"{_digits(speed)} tokens/s (foretold; tested forecasts were up to {off:.0%} off)"
+        largest_error = abs(row["error_of_forecast"]["worst"])
+        foretold = (
+            f"{_digits(speed)} tokens/s (foretold; tested forecasts were up to {largest_error:.0%} off)"
+        )
         time = f"{_count(tokens)} tokens in {_duration(tokens / speed)}"
         return f"train {what} on {where} by {row['method']}, {', '.join(parts)}: {foretold}, {time}"
     fitting = [row for row in decision.rows if is_usable(row) and row["fits"]]
@@ -188,18 +190,18 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     measured = [f"{seconds:.3g} s" for seconds in row["measured_step_seconds"]]
     if off := off_text(row):
         measured.append(f"off by {off}")
-    shown = row["fits"] and row["step_seconds"]
-    binds = row["binds"] if shown else ""
+    has_speed = row["fits"] and row["step_seconds"]
+    binds = row["binds"] if has_speed else ""
     if not row["fits"]:
         binds = "memory"
     return {
         "method": name_text(row),
         "batch": settings_text(row),
         "beside it": row["reason"],
-        "s a step": f"{row['step_seconds']:.3g}" if shown else "-",
-        "tokens/s": _digits(row["tokens_per_second"]) if shown else "-",
-        "hours": _digits(row["hours"]) if shown and row["hours"] else "-",
-        "MFU": f"{row['mfu']:.0%}" if shown and row["mfu"] else "-",
+        "s a step": f"{row['step_seconds']:.3g}" if has_speed else "-",
+        "tokens/s": _digits(row["tokens_per_second"]) if has_speed else "-",
+        "hours": _digits(row["hours"]) if has_speed and row["hours"] else "-",
+        "MFU": f"{row['mfu']:.0%}" if has_speed and row["mfu"] else "-",
         "deepest": f"-l {row['largest_layers']}",
         "binds": binds or "-",
         "measured here": "; ".join(measured) or "no run",

@@ -38,8 +38,8 @@ def plan_row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool 
         row["num_params"] = workload.num_params
         # A plan for a machine with a GPU (page_locks) leaves dropout out: on a GPU, attention with dropout has a kernel
         # of its own, which needs no more memory.
-        kept = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
-        planned_job = dataclasses.replace(job, workload=kept)
+        planned_workload = dataclasses.replace(workload, dropout=0.0) if page_locks else workload
+        planned_job = dataclasses.replace(job, workload=planned_workload)
         room = room_of(planned_job, counts_imports=False) if page_locks else room_of(planned_job)
         room = dataclasses.replace(room, page_locks=page_locks or room.page_locks)
         resolved, plan, shortfall = resolve(job, folders, room)
@@ -47,11 +47,11 @@ def plan_row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool 
         return {**row, "error": str(error)}
     trained = method.create(job.method, job.options, folders)
     devices = job.world_size if job.device == "cuda" else 1  # on a CPU, all ranks share the one device
-    part = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
+    device_workload = dataclasses.replace(workload, batch_size=workload.batch_size // devices)
     depth = most_layers(job, room, folders)
     row |= {"options": resolved.options, "moved_bytes": plan.moved_bytes, "stages": plan.stages}
     row |= {name: getattr(plan, name) for memory in MEMORIES for name in (memory, f"{memory}_bytes")}
-    row |= {"least_step_seconds": least_seconds(part, plan, room.rates), "time_binds": plan.binds}
+    row |= {"least_step_seconds": least_seconds(device_workload, plan, room.rates), "time_binds": plan.binds}
     row |= {"caution": "" if job.budget.rates else machine.caution(job.device, workload)}
     row |= {"fits": shortfall is None, "shortfall": shortfall}
     row |= {"largest_layers": depth, "binding": _binding(trained, job, room, depth)}
@@ -111,11 +111,13 @@ def show_plans(rows: list[dict[str, Any]], exact: bool) -> None:
     sizes = [name for name in SIZES if len({row[name] for row in planned}) > 1]
     numbers = [*(SIZES[name] for name in sizes), *STATE_KINDS, "in all"] + ["exact"] * exact
     needs = [line for row in planned for line in _needs(row, ["method", *sizes], exact)]
-    shown = list(dict.fromkeys(["num_layers", *sizes]))
-    ends = [*(SIZES[name] for name in shown), "fits", "binds", "largest", "moved a step", "seconds, at least"]
+    shown_sizes = list(dict.fromkeys(["num_layers", *sizes]))
+    outcomes = [SIZES[name] for name in shown_sizes]
+    outcomes += ["fits", "binds", "largest", "moved a step", "seconds, at least"]
     columns = ["method", *numbers[: len(sizes)], "memory", *numbers[len(sizes) :]]
     print_table(columns, needs, "What training needs, by arithmetic", numbers=numbers)
-    print_table(["method", *ends], [_end(row, shown) for row in planned], "What comes of it", numbers=ends)
+    ends = [_end(row, shown_sizes) for row in planned]
+    print_table(["method", *outcomes], ends, "What comes of it", numbers=outcomes)
     _show_options(planned, sizes)
     _show_notes(planned)
     for row in rows:

@@ -77,11 +77,12 @@ def check_taken(job: Job, before: dict[str, int]) -> None:
     files on a tmpfs.
     """
     sizes, limit = process_bytes(), wall_bytes(job)
-    shared = max(0, sizes.get("RssShmem", 0) - before.get("RssShmem", 0))
-    taken = sizes.get("RssAnon", 0) + shared
-    if limit is not None and taken > limit:
+    shared_bytes = max(0, sizes.get("RssShmem", 0) - before.get("RssShmem", 0))
+    taken_bytes = sizes.get("RssAnon", 0) + shared_bytes
+    if limit is not None and taken_bytes > limit:
         raise MemoryError(
-            f"{taken} of {job.budget.host_bytes} bytes in use after training, {shared} of them page-locked or shared"
+            f"{taken_bytes} of {job.budget.host_bytes} bytes in use after training, {shared_bytes} of them page-locked"
+            " or shared"
         )
 
 

@@ -88,9 +88,9 @@ class Tracker:
         numbers named pinned are 0."""
         with self._lock:
             self._bury()
-            used = {f"{memory}_allocated": num_bytes for memory, num_bytes in self.in_use.items()}
+            in_use = {f"{memory}_allocated": num_bytes for memory, num_bytes in self.in_use.items()}
             peaks = {f"{memory}_peak": num_bytes for memory, num_bytes in self.peaks.items()}
-            return used | peaks | {"pinned_allocated": 0, "pinned_peak": 0}
+            return in_use | peaks | {"pinned_allocated": 0, "pinned_peak": 0}
 
     def reset_peaks(self) -> None:
         """Set the peaks to the bytes in use now."""

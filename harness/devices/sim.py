@@ -85,15 +85,15 @@ def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
     """
     global started
     if is_built():
-        started, by = Compiled(budget, pinned_bytes), "sim's allocators"
+        started, mechanism = Compiled(budget, pinned_bytes), "sim's allocators"
     elif budget.link_bytes_per_second:
         raise Unavailable("--link needs the compiled device sim: try apt-get install g++, then the same call")
     else:
         from harness.devices.memory_account import Tracker
 
-        started, by = Tracker(budget.device_bytes, budget.host_bytes), "sim's account in Python"
+        started, mechanism = Tracker(budget.device_bytes, budget.host_bytes), "sim's account in Python"
         started.__enter__()
-    return {"device": by, "host": f"{by}: tensors alone"}
+    return {"device": mechanism, "host": f"{mechanism}: tensors alone"}
 
 
 def peaks() -> dict[str, int]:

@@ -70,18 +70,18 @@ def judge_run(whole: Record, witnesses: Witnesses) -> Gate:
 
 def _judge_model(whole: Record, number: int, witnesses: Witnesses) -> Gate:
     record = whole.models()[number]
-    wanted = reference_of(record.job, witnesses.folders)
-    if (record.job.method, record.job.device) == (wanted.method, wanted.device):
+    reference_job = reference_of(record.job, witnesses.folders)
+    if (record.job.method, record.job.device) == (reference_job.method, reference_job.device):
         return judge(record, record)
-    reference, depth = witnesses.need(wanted), record.job.workload.num_layers
+    reference, depth = witnesses.need(reference_job), record.job.workload.num_layers
     if reference is None:
-        verdict = _judge_by_twin(whole, number, wanted, MOST_LAYERS, witnesses)
+        verdict = _judge_by_twin(whole, number, reference_job, MOST_LAYERS, witnesses)
     elif reference.status.startswith("oom") and depth > 1:
         # the reference did not fit, although its plan did
-        verdict = _judge_by_twin(whole, number, wanted, depth // 2, witnesses)
+        verdict = _judge_by_twin(whole, number, reference_job, depth // 2, witnesses)
     elif record.job.workload.dropout and not _drops_alike(record.job.method, witnesses.folders):
-        load = dataclasses.replace(wanted.workload, dropout=0.0)
-        undropped = witnesses.need(dataclasses.replace(wanted, workload=load))
+        load = dataclasses.replace(reference_job.workload, dropout=0.0)
+        undropped = witnesses.need(dataclasses.replace(reference_job, workload=load))
         if undropped is None:
             return Gate("untested", "no-reference", "no record of the reference without dropout came with it")
         verdict = judge(record, reference, undropped=undropped)
@@ -209,13 +209,13 @@ class ProbeTraining:
             is_whole = (depth, load.batch_size) == (whole.num_layers, whole.batch_size)
             return NoTrial(f"no probe in {load.dtype}: {why}", is_whole)
         record = model_of(self.trainings.record_of(small, "probe", self.is_beyond_plan), self.number)
-        wanted = reference_of(record.job, self.trainings.folders)
-        trial = Trial(record, self.trainings.record_of(wanted, "probe"))
+        reference_job = reference_of(record.job, self.trainings.folders)
+        trial = Trial(record, self.trainings.record_of(reference_job, "probe"))
         if record.status != "ok" or trial.reference.status != "ok" or is_same(record, trial.reference):
             return trial
         for names in probe.roundings_of(load.dtype):
             budget = Budget(seconds=small.budget.seconds)
-            rounded = dataclasses.replace(probe.rounding(wanted, names), budget=budget)
+            rounded = dataclasses.replace(probe.rounding(reference_job, names), budget=budget)
             models = self.trainings.record_of(rounded, "probe").models()
             trial = trial._replace(others=(*trial.others, *models))
             if load.loss_scale_window and not promises_bits(record) and skips_differ(trial):

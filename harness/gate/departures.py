@@ -169,45 +169,47 @@ def in_steps(record: Record, reference: Record, limits: Limits) -> Departure | N
     """Return the departure of the first step whose loss or gradient norm is beyond its limit; None if there is none. A
     step computes its loss, then its gradient, then its update. So the first number that departs tells which of the
     three is wrong."""
-    num = comparable_steps(record, reference)
-    losses = differences(record.losses[:num], reference.losses)
-    norms = differences(record.grad_norms[:num], reference.grad_norms)
-    for at in range(num):
-        step = at + 1
-        if at < len(losses) and not losses[at] <= limits.losses[at]:
-            pair = record.losses[at], reference.losses[at]
-            seen = _difference_text("loss", step, pair, (losses[at], limits.losses[at]), limits.text)
+    num_steps = comparable_steps(record, reference)
+    losses = differences(record.losses[:num_steps], reference.losses)
+    norms = differences(record.grad_norms[:num_steps], reference.grad_norms)
+    for index in range(num_steps):
+        step = index + 1
+        if index < len(losses) and not losses[index] <= limits.losses[index]:
+            pair = record.losses[index], reference.losses[index]
+            text = _difference_text("loss", step, pair, (losses[index], limits.losses[index]), limits.text)
             if step == 1:
-                return Departure("forward", f"{seen}, before any update", FORWARD, step)
-            return _of_update(step, seen, losses[at] <= limits.faint * limits.losses[at])
-        if at < len(norms) and not norms[at] <= limits.norms[at]:
-            pair = record.grad_norms[at], reference.grad_norms[at]
-            seen = _difference_text("gradient norm", step, pair, (norms[at], limits.norms[at]), limits.text)
-            is_faint = norms[at] <= limits.faint * limits.norms[at]
+                return Departure("forward", f"{text}, before any update", FORWARD, step)
+            return _of_update(step, text, losses[index] <= limits.faint * limits.losses[index])
+        if index < len(norms) and not norms[index] <= limits.norms[index]:
+            pair = record.grad_norms[index], reference.grad_norms[index]
+            text = _difference_text(
+                "gradient norm", step, pair, (norms[index], limits.norms[index]), limits.text
+            )
+            is_faint = norms[index] <= limits.faint * limits.norms[index]
             # Wrong weights change the loss, too. So if only the norm is wrong, the gradient is.
-            if step == 1 or not norms[at] <= TELLING * max(losses[at], limits.losses[at]):
-                return _of_gradient(step, seen, record.job.workload.micro_batches > 1, is_faint)
-            return _of_update(step, seen, is_faint)
+            if step == 1 or not norms[index] <= TELLING * max(losses[index], limits.losses[index]):
+                return _of_gradient(step, text, record.job.workload.micro_batches > 1, is_faint)
+            return _of_update(step, text, is_faint)
     return None
 
 
-def _of_gradient(step: int, seen: str, is_in_parts: bool, is_faint: bool) -> Departure:
+def _of_gradient(step: int, text: str, has_micro_batches: bool, is_faint: bool) -> Departure:
     cause = GRADIENT
-    if is_in_parts:
+    if has_micro_batches:
         cause += SUMMED_PARTS
     if step > 1:
         cause += STALE.format(step)
     if is_faint:
         cause += AS_FAINT
-    return Departure("gradient", f"{seen}, where the loss still agrees", cause, step)
+    return Departure("gradient", f"{text}, where the loss still agrees", cause, step)
 
 
-def _of_update(step: int, seen: str, is_faint: bool) -> Departure:
+def _of_update(step: int, text: str, is_faint: bool) -> Departure:
     if step == 2:
-        return Departure("update", seen, UPDATE + AS_FAINT * is_faint, step)
+        return Departure("update", text, UPDATE + AS_FAINT * is_faint, step)
     if is_faint:
-        return Departure("update", seen, UP_TO.format(step - 1, step) + AS_FAINT, step)
-    return Departure("later", seen, LATER.format(step - 1, step), step)
+        return Departure("update", text, UP_TO.format(step - 1, step) + AS_FAINT, step)
+    return Departure("later", text, LATER.format(step - 1, step), step)
 
 
 def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure | None:
@@ -229,8 +231,8 @@ def in_tensors(record: Record, reference: Record, limits: Limits) -> Departure |
             tensor, pair = "the median tensor", (median, limits.medians[part])
         if tensor:
             far, limit = as_different(*pair)
-            seen = f"losses agree, but {tensor} {text.format(far)} ({limits.text.format(limit)})"
-            return Departure(reason, seen)
+            departure_text = f"losses agree, but {tensor} {text.format(far)} ({limits.text.format(limit)})"
+            return Departure(reason, departure_text)
     return None
 
 

@@ -111,13 +111,13 @@ class Limits(NamedTuple):
 
     def times(self, factor: float) -> Limits:
         tensors = {}
-        for part, limits in self.tensors.items():
-            tensors[part] = {name: factor * limit for name, limit in limits.items()}
+        for fact, limits in self.tensors.items():
+            tensors[fact] = {name: factor * limit for name, limit in limits.items()}
         return Limits(
             [factor * limit for limit in self.losses],
             [factor * limit for limit in self.norms],
             tensors,
-            {part: factor * limit for part, limit in self.medians.items()},
+            {fact: factor * limit for fact, limit in self.medians.items()},
         )
 
     def of_norms_summed_by(self, reference: Record) -> Limits:
@@ -129,16 +129,16 @@ class Limits(NamedTuple):
 
     def of_rounded_betas(self) -> Limits:
         """Return these limits, but with those of second moments raised to at least the rounding of beta2."""
-        part = "exp_avg_sq"
-        raised = {name: max(BETA_ROUNDING, limit) for name, limit in self.tensors[part].items()}
-        median = max(BETA_ROUNDING, self.medians[part])
-        return self._replace(tensors=self.tensors | {part: raised}, medians=self.medians | {part: median})
+        fact = "exp_avg_sq"
+        raised = {name: max(BETA_ROUNDING, limit) for name, limit in self.tensors[fact].items()}
+        median = max(BETA_ROUNDING, self.medians[fact])
+        return self._replace(tensors=self.tensors | {fact: raised}, medians=self.medians | {fact: median})
 
     def alike(self) -> Limits:
         """Return limits in which every tensor has the largest limit that any tensor has."""
         tensors = {}
-        for part, limits in self.tensors.items():
-            tensors[part] = dict.fromkeys(limits, max(limits.values(), default=0.0))
+        for fact, limits in self.tensors.items():
+            tensors[fact] = dict.fromkeys(limits, max(limits.values(), default=0.0))
         return self._replace(tensors=tensors)
 
 

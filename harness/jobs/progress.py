@@ -239,8 +239,8 @@ def closing_line(record: Record, has_options: bool = True) -> str:
         device_limit_bytes(job),
     )
     host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), host_limit)}"
-    taken = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
-    device = f"device peak {_of(taken, device_limit)}, " if taken else ""
+    device_peak = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
+    device = f"device peak {_of(device_peak, device_limit)}, " if device_peak else ""
     verdict = f"passed ({gate.verdict})" if gate.passed else gate.verdict
     return f"{title}: {speed}, {device}{host}; gate {verdict}: {gate.text}"
 

@@ -111,12 +111,12 @@ class Store:
         `foretell`: returns what the event of the start foretells; None: the seconds of the run."""
         job, plan, shortfall = planned
         key = self.key(job)
-        known = [path for path in self.known(key) if self._answers(self.records[path], job)]
-        if known and self.records[known[-1]].phase == "plan" and shortfall is None:
-            known = []  # the plan did not fit when that record was made, but fits now
-        if known:
-            self.report({"event": "recorded", "path": str(known[-1]), "job": job, **place})
-            return known[-1]
+        known_paths = [path for path in self.known(key) if self._answers(self.records[path], job)]
+        if known_paths and self.records[known_paths[-1]].phase == "plan" and shortfall is None:
+            known_paths = []  # the plan did not fit when that record was made, but fits now
+        if known_paths:
+            self.report({"event": "recorded", "path": str(known_paths[-1]), "job": job, **place})
+            return known_paths[-1]
         foreseen = {} if shortfall else (foretell or _foretell_run)(job, plan)
         self.report({"event": "start", "job": job, "plan": plan, **place, **foreseen})
         return self._refuse(job, key, shortfall) if shortfall else self._launch(job, key, plan)
@@ -126,11 +126,15 @@ class Store:
         by plan does not count as a measurement."""
         job, plan, _ = planned
         key = self.key(job)
-        known = [path for path, record in self.records.items() if record.key == key and record.is_lasting]
-        known = [path for path in known if self.records[path].phase != "plan" and path not in self.replaced]
-        if len(known) >= number:
-            self.report({"event": "recorded", "path": str(known[number - 1]), "job": job, **place})
-            return known[number - 1]
+        known_paths = [
+            path for path, record in self.records.items() if record.key == key and record.is_lasting
+        ]
+        known_paths = [
+            path for path in known_paths if self.records[path].phase != "plan" and path not in self.replaced
+        ]
+        if len(known_paths) >= number:
+            self.report({"event": "recorded", "path": str(known_paths[number - 1]), "job": job, **place})
+            return known_paths[number - 1]
         self.report({"event": "start", "job": job, "plan": plan, **place})
         return self._launch(job, key, plan)
 

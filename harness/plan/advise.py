@@ -111,19 +111,19 @@ class Advice:
         return replace(load, seq_len=seq_len)
 
     def _is_worth(self, chosen: dict[str, Any], workload: Workload) -> bool:
-        then = self._fastest(chosen["method"], self.place, workload, chosen["asked"], chosen["batch_size"])
-        return (then.tokens_per_second or 0.0) > WORTH * chosen["tokens_per_second"]
+        fastest = self._fastest(chosen["method"], self.place, workload, chosen["asked"], chosen["batch_size"])
+        return (fastest.tokens_per_second or 0.0) > WORTH * chosen["tokens_per_second"]
 
     def _decide(self, names: list[str], workload: Workload) -> Decision:
         place_name = self.place.name
         is_there = is_here if place_name is None else lambda record: ran_on(record, place_name)
-        off = accuracy(filter(is_there, self.records), self.folders)
+        accuracies = accuracy(filter(is_there, self.records), self.folders)
         rows = []
         for name in names:
-            measured = off.get(name)
+            measured = accuracies.get(name)
             forecast = {
                 "accuracy": measured and measured._asdict(),
-                "error_of_forecast": error_of(name, off, self.folders)._asdict(),
+                "error_of_forecast": error_of(name, accuracies, self.folders)._asdict(),
             }
             rows += [row | forecast for row in self._rows(name, workload)]
         rows.sort(key=_rank)

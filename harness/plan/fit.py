@@ -63,13 +63,13 @@ def _remedies(job: Job, plan: Plan, room: Room, folders: tuple[Path, ...]) -> st
     options = _chosen_by_user(job, room, folders)
     tried = method.create(job.method, options, folders).plan(job.workload, room).tried
     text = f"; tried, too: {tried}" if tried else ""
-    depth, without = most_layers(dataclasses.replace(job, options=options), room, folders), ""
+    depth, without_text = most_layers(dataclasses.replace(job, options=options), room, folders), ""
     placement = options.pop("placement", None)
     if not depth and placement:
         depth = most_layers(dataclasses.replace(job, options=options), room, folders)
-        without = f" without --placement {placement}"
+        without_text = f" without --placement {placement}"
     if depth:
-        text += f"; the largest that should fit{without} has -l {depth}"
+        text += f"; the largest that should fit{without_text} has -l {depth}"
     else:
         text += "; no depth fits: lower -h, -b or --seq"
     if room.device_bytes is not None and plan.device_bytes > room.device_bytes:
@@ -87,13 +87,13 @@ def _chosen_by_user(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str
     def planned(options: dict[str, Any]) -> dict[str, Any]:
         return method.create(job.method, options, folders).plan(job.workload, room).options
 
-    options, chosen = dict(job.options), planned(job.options)
-    if chosen.keys() != options.keys():
+    options, planned_options = dict(job.options), planned(job.options)
+    if planned_options.keys() != options.keys():
         return options
     for name in job.options:
-        others = {option: value for option, value in options.items() if option != name}
+        other_options = {option: value for option, value in options.items() if option != name}
         with contextlib.suppress(ValueError):  # the method has no plan without this option
-            options = others if planned(others) == chosen else options
+            options = other_options if planned(other_options) == planned_options else options
     return options
 
 
