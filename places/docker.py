@@ -35,22 +35,24 @@ from harness.plan.run_time import deadline_seconds
 from harness.run.launch import GRACE_SECONDS, Events
 from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, PlaceCall, Report, place_record
 from places.shared import container_user
-from places.shared.container_user import CODE, Exchange
+from places.shared.container_user import CODE, ExchangeFolder
 
 PYTHON = "/harness/.venv/bin/python"  # as in docker/Dockerfile
-# bytes for the worker's parent process in the container, which took 60 MiB when measured
-WATCHER_BYTES = 96 * 2**20
+# bytes of host memory for the worker's parent process in the container; when measured, the process took 60 MiB
+PARENT_BYTES = 96 * 2**20
 # seconds that a container may take beyond the job's own time, to start, and to end after its worker has ended
 START_SECONDS = 120.0
 POLL_SECONDS = 0.5
-# number of standard output in the engine's frames; number by which this module marks the end of all streams
-STDOUT, ENDED = 1, -1
-# Options of methods that name a folder: their names, and how the command line spells them. Jobs write to WRITTEN.
+# The engine sends a container's output in frames, each with the number of its stream; standard output has number 1. The
+# engine has no stream -1: Running._read() puts this number into its queue after the last frame of all streams.
+STDOUT_STREAM, ALL_STREAMS_ENDED = 1, -1
+# The options of methods that name a folder, each with its spelling on the command line. A job writes to the folders of
+# WRITTEN, and only reads those of READ.
 WRITTEN, READ = {"disk": "--disk", "checkpoint": "--option checkpoint"}, {"resume": "--resume"}
-SCRATCH = "/tmp"  # the only folder of the image that a job may write to; it is kept in memory
-# Folder that the image closes to the container's user. If a path that the container sees leads through this folder, an
-# empty open folder is mounted over it.
-CLOSED = Path("/root")
+SCRATCH = "/tmp"  # the only folder of the image that a job may write to; its files are kept in memory
+# A folder of the image that the container's user may not enter. If a mounted path lies below this folder, an empty
+# folder, which the user may enter, is mounted over this folder.
+CLOSED_FOLDER = Path("/root")
 MOST_PROCESSES = 4096
 LABEL, STEM, KEY = "harness.results", "harness.stem", "harness.key"
 NO_ENGINE = (
@@ -59,13 +61,13 @@ NO_ENGINE = (
 
 
 def default_image(device: str) -> str:
-    """Return the name of the image for a device. The image's tag is a hash of the pinned packages, so changed pins need
-    a new image."""
-    key = hashlib.sha256()
+    """Return the name of the image for a device. The image's tag is a hash of the files that pin the packages. If one
+    of these files changes, the name changes, and a new image must be built."""
+    digest = hashlib.sha256()
     names = (ROOT / name for name in ("docker/Dockerfile", "venv.sh", "pyproject.toml"))
     for path in (*names, *sorted((ROOT / "requirements").glob("*.txt"))):
-        key.update(path.read_bytes())
-    return f"harness:{'cuda' if device == 'cuda' else 'cpu'}-{key.hexdigest()[:12]}"
+        digest.update(path.read_bytes())
+    return f"harness:{'cuda' if device == 'cuda' else 'cpu'}-{digest.hexdigest()[:12]}"
 
 
 @functools.cache
@@ -91,8 +93,8 @@ class DockerOptions:
 
 
 class Docker(Place):
-    """The place --on docker: a container engine, and one of its images. Making it raises Unavailable if the engine or
-    the image is missing."""
+    """The place --on docker: a container engine, and one of its images. The constructor raises Unavailable if the
+    engine or the image is missing."""
 
     uses_this_venv = False
     cli_options = DockerOptions
@@ -126,8 +128,8 @@ class Docker(Place):
         """
         with turn(job, report):
             ordered = OrderedJob(job, key, new_stem(results, job))
-            self._take_left(results, report)
-            exchange = None if os.getuid() else Exchange(ordered.stem)
+            self._clean_up_after_killed_calls(results, report)
+            exchange = None if os.getuid() else ExchangeFolder(ordered.stem)
             try:
                 settings = self._settings(ordered, folders, exchange)
                 running = Running(self.client, settings, job, report)
@@ -143,7 +145,7 @@ class Docker(Place):
             raise KeyboardInterrupt
         return path
 
-    def _take_left(self, results: Path, report: Report) -> None:
+    def _clean_up_after_killed_calls(self, results: Path, report: Report) -> None:
         """Clean up after calls that were killed: remove the calls' ended containers and, if root made the calls, take
         the records that the containers left."""
         from docker.errors import APIError
@@ -151,20 +153,20 @@ class Docker(Place):
         containers = self.client.containers.list(
             all=True, filters={"label": f"{LABEL}={results}"}, ignore_removed=True
         )
-        of_stem = {container.labels.get(STEM): container for container in containers}
-        ended = [container for container in containers if container.status == "exited"]
-        for exchange in container_user.left(results):
-            container, path = of_stem.get(exchange.stem.name), Path(f"{exchange.stem}.json")
+        container_of_stem = {container.labels.get(STEM): container for container in containers}
+        ended_containers = [container for container in containers if container.status == "exited"]
+        for exchange in container_user.leftover_exchanges(results):
+            container, path = container_of_stem.get(exchange.stem.name), Path(f"{exchange.stem}.json")
             if container and container.status == "running":
                 exchange.release()
                 continue
             exchange.close(container.labels[KEY] if container else None)
-            if exchange.refused:
-                report({"event": "warning", "text": f"{exchange.stem.name}: {exchange.refused}"})
+            if exchange.refusal:
+                report({"event": "warning", "text": f"{exchange.stem.name}: {exchange.refusal}"})
             elif container and path.exists():
                 place_record(path, self._facts(container.attrs["Image"]), {}, None)
-            ended += [container] if container and container.status == "created" else []
-        for container in ended:
+            ended_containers += [container] if container and container.status == "created" else []
+        for container in ended_containers:
             with contextlib.suppress(APIError):  # another call has already removed the container
                 container.remove()
 
@@ -172,30 +174,30 @@ class Docker(Place):
         """Return the facts of the place that the records of its jobs keep."""
         return {"on": "docker", "image": image, "engine": self.client.version()["Version"]}
 
-    def _shown(
-        self, ordered: OrderedJob, folders: tuple[Path, ...], exchange: Exchange | None
-    ) -> list[Shown]:
-        """Return what the job's container sees. If there is an exchange folder, open it; it takes the place of the
-        results."""
+    def _mounts(
+        self, ordered: OrderedJob, folders: tuple[Path, ...], exchange: ExchangeFolder | None
+    ) -> list[Mounted]:
+        """Return the mounts of the job's container. If there is an exchange folder, open it, and mount it in place of
+        the folder of results."""
         results, image = ordered.stem.parent, self.image.short_id.removeprefix("sha256:")
-        shown = folders_shown(ordered.job, results, folders, image)
+        mounts = job_mounts(ordered.job, results, folders, image)
         if not exchange:
-            return shown
+            return mounts
         exchange.open()
-        exchanged = Shown(exchange.folder, results, False)
-        shown = [exchanged if folder.inside == results else folder for folder in shown]
-        return [*shown, Shown(exchange.path, exchange.path, False)]
+        exchange_mount = Mounted(exchange.folder, results, False)
+        mounts = [exchange_mount if mount.inside == results else mount for mount in mounts]
+        return [*mounts, Mounted(exchange.path, exchange.path, False)]
 
     def _settings(
-        self, ordered: OrderedJob, folders: tuple[Path, ...], exchange: Exchange | None
+        self, ordered: OrderedJob, folders: tuple[Path, ...], exchange: ExchangeFolder | None
     ) -> dict[str, Any]:
         from docker.types import DeviceRequest, Mount
 
-        job, shown = ordered.job, self._shown(ordered, folders, exchange)
+        job, mounts = ordered.job, self._mounts(ordered, folders, exchange)
         user, group = container_user.ids()
         tmpfs = {SCRATCH: "exec,mode=1777"}
-        if any(CLOSED in folder.inside.parents for folder in shown):
-            tmpfs[str(CLOSED)] = f"uid={user},gid={group}"
+        if any(CLOSED_FOLDER in mount.inside.parents for mount in mounts):
+            tmpfs[str(CLOSED_FOLDER)] = f"uid={user},gid={group}"
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         limit, gpus = memory_limit(job), machine.gpu_uuids(job) if job.device == "cuda" else []
         return {
@@ -203,8 +205,8 @@ class Docker(Place):
             "command": [PYTHON, "-m", "harness.run.place"],
             "working_dir": str(ROOT),
             "mounts": [
-                Mount(str(folder.inside), str(folder.outside), "bind", read_only=folder.is_fixed)
-                for folder in shown
+                Mount(str(mount.inside), str(mount.outside), "bind", read_only=mount.is_read_only)
+                for mount in mounts
             ],
             "user": f"{user}:{group}",
             "network_mode": "none",
@@ -224,14 +226,14 @@ class Docker(Place):
             "device_requests": [DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
         }
 
-    def _complete(self, running: Running, ordered: OrderedJob, exchange: Exchange | None) -> Path:
+    def _complete(self, running: Running, ordered: OrderedJob, exchange: ExchangeFolder | None) -> Path:
         """Add the engine's report on the container's end to the job's record; if the job left no record, write one that
         tells the job's end. Return the record's path."""
         state = running.end()
         if exchange:
             exchange.close(ordered.key)
         reported = {name: state.get(name) for name in ("OOMKilled", "ExitCode", "Error")}
-        path, better = ordered.record, None
+        path, replacement = ordered.record, None
         end = failures.End(
             running.events.phase,
             state.get("ExitCode", 0),
@@ -243,65 +245,69 @@ class Docker(Place):
             log_tail=running.errors[-4096:],
         )
         if not path.exists():
-            refused = exchange.refused if exchange else ""
+            refused = exchange.refusal if exchange else ""
             failure = failures.ended("crash", "record", refused) if refused else failures.of_process(end)
             ordered.write_end(failure, running.events.fields())
         elif reported["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
-            better = failures.of_killed_child(end, Record.read(path).reason, "")
+            replacement = failures.of_killed_child(end, Record.read(path).reason, "")
         evidence: dict[str, Any] = {"docker": reported} if Record.read(path).status != "ok" else {}
-        if exchange and exchange.left:
-            evidence["left_in_container"] = exchange.left
-        return place_record(path, self._facts(self.image.id), evidence, better)
+        if exchange and exchange.other_names:
+            evidence["left_in_container"] = exchange.other_names
+        return place_record(path, self._facts(self.image.id), evidence, replacement)
 
 
-class Shown(NamedTuple):
-    """A folder or file that a container sees: its path on this machine, its path in the container, and True if the
-    container may only read it."""
+class Mounted(NamedTuple):
+    """A folder or file that a container sees. `outside`: its path on this machine. `inside`: its path in the container.
+    `is_read_only`: True if the container may not write to it."""
 
     outside: Path
     inside: Path
-    is_fixed: bool
+    is_read_only: bool
 
 
-def folders_shown(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[Shown]:
-    """Return the folders and files that a container of this job sees.
+def job_mounts(job: Job, results: Path, folders: tuple[Path, ...], image: str) -> list[Mounted]:
+    """Return the mounts of a container of this job: the folders and files that the container sees.
 
-    The two paths differ only for .venv: as .venv the container sees a folder of this machine with files that were
-    compiled in this image for the container's user. Missing folders that the job writes to are made. Raises Unavailable
-    if the container's user may not read or write where the job must.
+    A mount's two paths differ only for .venv: as .venv the container sees a folder of this machine with files that were
+    compiled in this image for the container's user. A folder that the job writes to is made if it is missing. Raises
+    Unavailable if the container's user may not read or write a path that the job must read or write.
     """
     corpus, weights = job.workload.corpus, job.workload.weights
     files = [*(corpus_files(str(Path(corpus).resolve())) if corpus else [])]
     if weights:  # in the Hub's cache, files of weights are links to files elsewhere
         files += [Path(weights).resolve(), *weight_files.paths(weights)]
-    named = {name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)}
-    written = {named[name] for name in WRITTEN if name in named}
-    data = {*files, *named.values()} - written
-    if Path(SCRATCH) in written:
+    folder_of_option = {
+        name: Path(job.options[name]).resolve() for name in (*WRITTEN, *READ) if job.options.get(name)
+    }
+    written_folders = {folder_of_option[name] for name in WRITTEN if name in folder_of_option}
+    read_paths = {*files, *folder_of_option.values()} - written_folders
+    if Path(SCRATCH) in written_folders:
         raise Unavailable(
             f"--disk: expected a folder on the disk, got {SCRATCH}, which is in memory in a container; try --disk DIR"
         )
-    if not os.getuid() and results in (ROOT, *folders, *named.values()):
+    if not os.getuid() and results in (ROOT, *folders, *folder_of_option.values()):
         raise Unavailable(
             f"--results: expected a folder of results alone, got {results}, which the job reads; try another folder"
         )
-    patterns_of = {**dict.fromkeys(data, ("**/*",)), **dict.fromkeys(folders, ("*.py",)), ROOT: CODE}
+    patterns_of = {**dict.fromkeys(read_paths, ("**/*",)), **dict.fromkeys(folders, ("*.py",)), ROOT: CODE}
     for path, patterns in patterns_of.items():
         container_user.check_readable(path, patterns)
-    compiled = ROOT / ".venv" / f"image-{image}-{container_user.ids()[0]}"
-    for folder in (*written, compiled):
+    compiled_folder = ROOT / ".venv" / f"image-{image}-{container_user.ids()[0]}"
+    for folder in (*written_folders, compiled_folder):
         container_user.make_writable(folder)
-    written.add(results)
-    read = {ROOT, *folders, *data} - written
-    same = [Shown(path, path, path in read) for path in (*sorted(read), *sorted(written))]
-    return [*same, Shown(compiled.resolve(), ROOT / ".venv", False)]
+    written_folders.add(results)
+    read_only = {ROOT, *folders, *read_paths} - written_folders
+    same_path_mounts = [
+        Mounted(path, path, path in read_only) for path in (*sorted(read_only), *sorted(written_folders))
+    ]
+    return [*same_path_mounts, Mounted(compiled_folder.resolve(), ROOT / ".venv", False)]
 
 
 def memory_limit(job: Job) -> int | None:
     """Return the container's memory limit in bytes, swap included: the worker's limit plus WATCHER_BYTES; None if the
     worker has no limit."""
     wall = budgets.wall_bytes(job)
-    return wall + WATCHER_BYTES if wall else None
+    return wall + PARENT_BYTES if wall else None
 
 
 class Running:
@@ -334,9 +340,9 @@ class Running:
         while True:
             try:
                 stream, data = frames.get(timeout=POLL_SECONDS)
-                if stream == ENDED:
+                if stream == ALL_STREAMS_ENDED:
                     return
-                if stream == STDOUT:
+                if stream == STDOUT_STREAM:
                     self.events.feed(data)
                 else:
                     self.errors += data.decode(errors="replace")
@@ -360,7 +366,7 @@ class Running:
         with contextlib.suppress(OSError):
             for frame in frames_iter(self.socket, tty=False):
                 frames.put(frame)
-        frames.put((ENDED, b""))
+        frames.put((ALL_STREAMS_ENDED, b""))
 
     def kill(self, number: signal.Signals) -> None:
         from docker.errors import APIError

@@ -44,13 +44,13 @@ from places.shared.torchrun_node import PORT
 POLL_SECONDS = 0.5
 WAIT_SECONDS = 600  # seconds that a job waits for nodes before it ends as unavailable
 START_SECONDS = 600.0  # seconds that a pod may take beyond the job's own time, for imports and a compiler
-# seconds without an answer from Kubernetes after which the call counts its jobs as lost
+# if Kubernetes gives no answer for this many seconds, the jobs are recorded as killed
 SILENCE_SECONDS = 600.0
 CANCEL_SECONDS = 90.0
 GRACE_SECONDS = 60  # seconds from a pod's SIGTERM to its SIGKILL; torchrun gives the run 30 of these seconds
 KEPT_SECONDS = 3600  # seconds for which ended Jobs are kept if the call that made them was killed
 # ports of torchrun's store and of rank 0's agent; jobs may share them, because each pod has an address of its own
-PORTS = (29400, 29401)
+STORE_PORT, AGENT_PORT = 29400, 29401
 # most bytes of packed code: code and order share a ConfigMap of at most 1 MiB
 MOST_CODE_BYTES = 2**20 - 2**16
 JOB = {"apiVersion": "batch/v1", "kind": "Job"}
@@ -96,25 +96,28 @@ class PodOptions:
 
 
 class PackedCode(NamedTuple):
-    """An archive of code, and the paths in a pod, relative to WORK, of the folders of methods in the archive."""
+    """An archive of this checkout's code and of folders of methods. `folders`: the paths in a pod, relative to WORK, at
+    which the folders of methods are unpacked."""
 
     archive: bytes
     folders: list[str]
 
 
-def packed(folders: tuple[Path, ...]) -> PackedCode:
+def pack_code(folders: tuple[Path, ...]) -> PackedCode:
     """Return this checkout's code and the Python files of the folders of methods. Raises ValueError if the archive is
     too large for a ConfigMap."""
-    names_in_pod = [f"methods-{number}" for number in range(len(folders))]
-    files = {f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)}
-    for folder, name in zip(folders, names_in_pod, strict=True):
-        files |= {f"{name}/{path.relative_to(folder)}": path for path in folder.rglob("*.py")}
-    packed_bytes = io.BytesIO()
-    with tarfile.open(fileobj=packed_bytes, mode="w:gz") as archive:
-        for name, path in sorted(files.items()):
+    folder_names = [f"methods-{number}" for number in range(len(folders))]
+    path_of_entry = {
+        f"harness/{path.relative_to(ROOT)}": path for pattern in CODE for path in ROOT.glob(pattern)
+    }
+    for folder, name in zip(folders, folder_names, strict=True):
+        path_of_entry |= {f"{name}/{path.relative_to(folder)}": path for path in folder.rglob("*.py")}
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, path in sorted(path_of_entry.items()):
             if path.is_file() and "__pycache__" not in path.parts:
                 archive.add(path, name, recursive=False, filter=_anonymous)
-    code = PackedCode(packed_bytes.getvalue(), names_in_pod)
+    code = PackedCode(buffer.getvalue(), folder_names)
     if len(code.archive) > MOST_CODE_BYTES:
         raise ValueError(
             f"expected at most {MOST_CODE_BYTES} bytes of packed code, got {len(code.archive)}; try less in --methods"
@@ -146,9 +149,13 @@ def import_client() -> None:
 def files_named(job: Job) -> list[str]:
     """Return the options by which a job names files of this machine. --disk with the folder SCRATCH is not returned,
     because each pod has a SCRATCH of its own, where a method may keep its states."""
-    named = {"--data": job.workload.corpus, "--weights": job.workload.weights}
-    named |= {option: job.options.get(name) for name, option in (WRITTEN | READ).items()}
-    return [option for option, path in named.items() if path and (option, path) != (WRITTEN["disk"], SCRATCH)]
+    path_of_option = {"--data": job.workload.corpus, "--weights": job.workload.weights}
+    path_of_option |= {option: job.options.get(name) for name, option in (WRITTEN | READ).items()}
+    return [
+        option
+        for option, path in path_of_option.items()
+        if path and (option, path) != (WRITTEN["disk"], SCRATCH)
+    ]
 
 
 @dataclass(frozen=True)
@@ -208,7 +215,7 @@ class Kubernetes(Place):
         except (Unavailable, ImportError) as error:
             why = "no client is installed here" if isinstance(error, ImportError) else error
             has_jobsets, note = False, f"# For a cluster without JobSet, because none was asked: {why}\n"
-        code, texts = packed(folders), []
+        code, document_texts = pack_code(folders), []
         for job, key in jobs:
             draft, labels = OrderedJob(job, key, Path("log")), {LABEL: "harness-draft", CALL: "draft"}
             for document in self.manifest(draft, code, labels, has_jobsets):
@@ -216,8 +223,8 @@ class Kubernetes(Place):
                     document["binaryData"] = {CODE_FILE: f"({len(code.archive)} bytes)"}
                 # Copy the document without shared objects, which YAML would write as aliases.
                 plain = json.loads(json.dumps(document))
-                texts.append(yaml.safe_dump(plain, sort_keys=False))
-        return note + "---\n".join(texts)
+                document_texts.append(yaml.safe_dump(plain, sort_keys=False))
+        return note + "---\n".join(document_texts)
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """Run the jobs; return the paths of their records.
@@ -225,7 +232,7 @@ class Kubernetes(Place):
         At a KeyboardInterrupt this call deletes the jobs, which may still finish their records. Then KeyboardInterrupt
         is raised again.
         """
-        call, image, code = secrets.token_hex(5), self.options["image"], packed(folders)
+        call, image, code = secrets.token_hex(5), self.options["image"], pack_code(folders)
         running: list[PodJob] = []
         is_interrupted = False
         try:
@@ -248,13 +255,16 @@ class Kubernetes(Place):
         return paths
 
     def _submit(self, ordered: OrderedJob, code: PackedCode, call: str, running: list[PodJob]) -> None:
-        """Create the Kubernetes objects of a job, and add the job to `running`. If Kubernetes refuses an object, remove
-        the job and its log, and raise the refusal. A job that names files of this machine gets no objects, and is added
-        as ended."""
-        if files := files_named(ordered.job):
+        """Create the Kubernetes objects of a job, and append a PodJob for the job to `running`.
+
+        If Kubernetes refuses one of the objects, take the PodJob off the list again, delete the job's objects and log,
+        and raise the error. If the job names files of this machine, create no objects: the PodJob has ended already, as
+        unavailable.
+        """
+        if option_names := files_named(ordered.job):
             running.append(PodJob(ordered, "", 1))
-            text = f"pods see no folder of this machine: leave {' and '.join(files)} out, or try another --on"
-            text += f"; --disk {SCRATCH} is each pod's own" if WRITTEN["disk"] in files else ""
+            text = f"pods see no folder of this machine: leave {' and '.join(option_names)} out, or try another --on"
+            text += f"; --disk {SCRATCH} is each pod's own" if WRITTEN["disk"] in option_names else ""
             running[-1].end = unavailable(text, "file")
             return
         name = f"harness-{secrets.token_hex(5)}"
@@ -284,8 +294,8 @@ class Kubernetes(Place):
         self, ordered: OrderedJob, code: PackedCode, labels: dict[str, str], has_jobsets: bool
     ) -> list[dict[str, Any]]:
         """Return the documents of a job: the JobSet or Job, the ConfigMap with the order and the code and, for a Job
-        with several pods, the Service by which the pods find one another. `labels`: those of the objects, of which
-        LABEL is the job's name."""
+        with several pods, the Service by which the pods find one another. `labels`: the labels of all these objects;
+        the label LABEL holds the job's name."""
         name, nodes = labels[LABEL], self._num_nodes(ordered.job)
         metadata = {"name": name, "labels": labels}
         pod = self._pod(ordered.job, name, nodes, has_jobsets)
@@ -300,9 +310,9 @@ class Kubernetes(Place):
                 "network": {"enableDNSHostnames": True},
             }
         kind = {"apiVersion": "/".join(JOBSET), "kind": "JobSet"} if has_jobsets else JOB
-        main = {**kind, "metadata": metadata, "spec": {**spec, "ttlSecondsAfterFinished": KEPT_SECONDS}}
+        owner = {**kind, "metadata": metadata, "spec": {**spec, "ttlSecondsAfterFinished": KEPT_SECONDS}}
         order = {**ordered.order(()), "stem": f"results/{ordered.stem.name}", "folders": code.folders}
-        files = {
+        config_map = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": metadata,
@@ -312,7 +322,7 @@ class Kubernetes(Place):
         }
         headless = {"clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True}
         service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
-        return [main, files, *([service] if nodes > 1 and not has_jobsets else [])]
+        return [owner, config_map, *([service] if nodes > 1 and not has_jobsets else [])]
 
     def _pod(self, job: Job, name: str, nodes: int, has_jobsets: bool) -> dict[str, Any]:
         """Return the spec of a job's pods. In each pod, the first container unpacks the code, and the second container
@@ -364,42 +374,43 @@ class Kubernetes(Place):
         }
 
     def _cpus_and_gpus(self, job: Job, nodes: int) -> dict[str, str]:
-        """Return what a node's training needs beside memory, as Kubernetes names it."""
+        """Return the CPUs and GPUs that the training on one node requests, by Kubernetes' names of these resources."""
         gpus = self.options.get("gpus", machine.num_gpus(job) // nodes if job.device == "cuda" else 0)
         resources = {"cpu": str(self.options["cpus"])} if "cpus" in self.options else {}
         return resources | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
 
     def _wait(self, jobs: list[PodJob], call: str, report: Report, seconds: float) -> None:
         """Wait at most `seconds` until the jobs have ended. Report each change in the states of their pods."""
-        reported, began = "", time.monotonic()
+        reported_text, began = "", time.monotonic()
         answered = began
         while time.monotonic() - began < seconds:
-            left = [pod_job for pod_job in jobs if not pod_job.is_over]
-            if not left:
+            running_jobs = [pod_job for pod_job in jobs if not pod_job.is_over]
+            if not running_jobs:
                 return
             try:
                 pods = self.cluster.pods(call)
                 answered = time.monotonic()
             except (ValueError, Unavailable) as error:
                 if time.monotonic() - answered > SILENCE_SECONDS:
-                    for pod_job in left:
+                    for pod_job in running_jobs:
                         pod_job.end = killed(pod_job.events.phase, str(error))
                 time.sleep(POLL_SECONDS)
                 continue
-            for pod_job in left:
+            for pod_job in running_jobs:
                 pod_job.take(
                     pods.get(pod_job.name, []), self.cluster.log, self.options["image"], self.options["wait"]
                 )
             phases = [pod.phase for pod_job in jobs for pod in pods.get(pod_job.name, [])]
             text = ", ".join(f"{phases.count(name)} {name.lower()}" for name in sorted(set(phases)))
-            if text and text != reported:
-                reported = text
+            if text and text != reported_text:
+                reported_text = text
                 report({"event": "wait", "text": f"pods under Kubernetes: {text}"})
             time.sleep(POLL_SECONDS)
 
 
 def _variables(name: str, nodes: int, first_address: str) -> list[dict[str, Any]]:
-    """Return the environment variables by which torchrun finds a job's nodes. `first_address`: the first node's."""
+    """Return the environment variables of a job's pods, as Kubernetes' JSON; by them torchrun finds the job's nodes.
+    `first_address`: address of the first node."""
     variables = {
         "PYTHONPATH": f"{WORK}/harness",
         "PYTHONSAFEPATH": "1",
@@ -407,10 +418,10 @@ def _variables(name: str, nodes: int, first_address: str) -> list[dict[str, Any]
         "PET_NNODES": str(nodes),
         "PET_NPROC_PER_NODE": "1",
         "PET_MASTER_ADDR": first_address,
-        "PET_MASTER_PORT": str(PORTS[0]),
-        PORT: str(PORTS[1]),
+        "PET_MASTER_PORT": str(STORE_PORT),
+        PORT: str(AGENT_PORT),
         "PET_RDZV_ID": name,
     }
     index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
-    named = [{"name": variable, "value": value} for variable, value in variables.items()]
-    return [*named, {"name": "PET_NODE_RANK", "valueFrom": index}]
+    variable_entries = [{"name": variable, "value": value} for variable, value in variables.items()]
+    return [*variable_entries, {"name": "PET_NODE_RANK", "valueFrom": index}]

@@ -35,7 +35,7 @@ from harness.devices import machine
 from harness.plan.run_time import deadline_seconds
 from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, PlaceCall, Report
 from harness.run.ranks import of_nodes
-from places.docker import PYTHON, folders_shown, memory_limit
+from places.docker import PYTHON, job_mounts, memory_limit
 from places.shared.cluster import ClusterReport, complete, killed, late, num_nodes, options_of, out_of_memory
 from places.shared.slurm_node import node_stem, perform_on_node
 
@@ -45,10 +45,10 @@ START_SECONDS = 600.0  # seconds that a job may take beyond its own time, for im
 LATE_SECONDS = 15.0
 CANCEL_SECONDS = 60.0
 # part of the message that slurmstepd writes when the kernel kills a process for want of memory
-OOM_KILL = "oom-kill event"
-# For options of --slurm that sbatch names differently: sbatch's name.
+OOM_KILL_MESSAGE = "oom-kill event"
+# sbatch's names of those options of --slurm that sbatch names differently
 SBATCH_NAMES = {"gpus": "gpus_per_node", "cpus": "cpus_per_task"}
-RUNNING = (
+NON_FINAL_STATES = (
     "PENDING",
     "RUNNING",
     "CONFIGURING",
@@ -87,7 +87,7 @@ class SlurmState(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        return self.name not in RUNNING
+        return self.name not in NON_FINAL_STATES
 
 
 def is_bundle(image: str) -> bool:
@@ -99,8 +99,8 @@ def is_bundle(image: str) -> bool:
 def check_containers(image: str) -> None:
     """Raise Unavailable if Slurm here cannot run a container from this image."""
     if is_bundle(image):
-        done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("SLURM_CONF ")]
+        process = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
+        lines = [line for line in process.stdout.splitlines() if line.startswith("SLURM_CONF ")]
         files = [line.partition("=")[2].strip() for line in lines]
         if not files or not Path(files[0]).with_name("oci.conf").exists():
             raise Unavailable("this Slurm cannot run OCI bundles without oci.conf: leave container_image out")
@@ -123,8 +123,8 @@ class SlurmSettings:
 
 
 class Slurm(Place):
-    """The place --on slurm, with these options. Making it raises Unavailable if Slurm is missing or cannot run the
-    container image."""
+    """The place --on slurm, with these options. The constructor raises Unavailable if Slurm is missing or cannot run
+    the container image."""
 
     is_parallel = True
     cli_options = SlurmSettings
@@ -150,10 +150,10 @@ class Slurm(Place):
     def context(self) -> dict[str, str]:
         """Return the partition, the options that choose nodes, and the image. In a job's key these values replace the
         facts of the machine that submits the job."""
-        nodes = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
-        nodes |= {"image": str(self.image)} if self.image else {}
+        node_options = {name: str(self.options.get(name)) for name in ("partition", "gpus", "cpus", "nodes")}
+        node_options |= {"image": str(self.image)} if self.image else {}
         replaced = dict.fromkeys(("cpu", "cores", "affinity", "gpu"), "")
-        return replaced | {f"slurm_{name}": value for name, value in nodes.items()}
+        return replaced | {f"slurm_{name}": value for name, value in node_options.items()}
 
     def launch(self, jobs: KeyedJobs, results: Path, folders: tuple[Path, ...], report: Report) -> list[Path]:
         """Run the jobs; return the paths of their records.
@@ -164,12 +164,12 @@ class Slurm(Place):
         # Use a new folder for each call: the folder of an earlier call could hold the result of another job with the
         # same number.
         logs = Path(tempfile.mkdtemp(prefix=".slurm-", dir=results.resolve()))
-        ordered = [OrderedJob(job, key, new_stem(results.resolve(), job)) for job, key in jobs]
+        ordered_jobs = [OrderedJob(job, key, new_stem(results.resolve(), job)) for job, key in jobs]
         ids: list[str] = []
         is_interrupted = False
         try:
-            for job in ordered:
-                ids.append(self._submit(job.job, job.order(folders), results.resolve(), logs))
+            for ordered in ordered_jobs:
+                ids.append(self._submit(ordered.job, ordered.order(folders), results.resolve(), logs))
             self._wait(ids, report, math.inf)
         except KeyboardInterrupt:
             is_interrupted = True
@@ -177,11 +177,11 @@ class Slurm(Place):
             if ids and (is_interrupted or len(ids) < len(jobs)):
                 subprocess.run(["scancel", *ids], capture_output=True)
                 self._wait(ids, report, CANCEL_SECONDS)
-            for job in ordered[len(ids) :]:
-                Path(f"{job.stem}.txt").unlink()
+            for ordered in ordered_jobs[len(ids) :]:
+                Path(f"{ordered.stem}.txt").unlink()
             states = states_of(ids)
-            submitted = zip(ordered, ids, strict=False)
-            paths = [self._complete(job, number, states[number], logs) for job, number in submitted]
+            submitted = zip(ordered_jobs, ids, strict=False)
+            paths = [self._complete(ordered, number, states[number], logs) for ordered, number in submitted]
             shutil.rmtree(logs, ignore_errors=True)
         if is_interrupted:
             raise KeyboardInterrupt
@@ -218,11 +218,13 @@ class Slurm(Place):
             return []
         if is_bundle(self.image):  # the bundle's own configuration names the folders that its container sees
             return [f"--container={Path(self.image).resolve()}"]
-        shown = folders_shown(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
-        mounts = ",".join(f"{folder.outside}:{folder.inside}{':ro' * folder.is_fixed}" for folder in shown)
+        mounts = job_mounts(job, results, folders, hashlib.sha256(self.image.encode()).hexdigest()[:12])
+        mounts_text = ",".join(
+            f"{mount.outside}:{mount.inside}{':ro' * mount.is_read_only}" for mount in mounts
+        )
         return [
             f"--container-image={self.image}",
-            f"--container-mounts={mounts}",
+            f"--container-mounts={mounts_text}",
             f"--container-workdir={ROOT}",
         ]
 
@@ -247,14 +249,14 @@ class Slurm(Place):
 
     def _wait(self, ids: list[str], report: Report, seconds: float) -> None:
         """Wait at most `seconds` until all jobs have ended. Report each change of a job's state."""
-        reported, deadline = "", time.monotonic() + seconds
+        reported_text, deadline = "", time.monotonic() + seconds
         while True:
             names = [state.name for state in states_of(ids).values()]
             text = ", ".join(
                 f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names))
             )
-            if text != reported:
-                reported = text
+            if text != reported_text:
+                reported_text = text
                 report({"event": "wait", "text": f"{counted(len(ids), 'job')} under Slurm: {text}"})
             if time.monotonic() > deadline or all(state.is_final for state in states_of(ids).values()):
                 return
@@ -265,19 +267,19 @@ class Slurm(Place):
         deadline = time.monotonic() + (LATE_SECONDS if state.name == "COMPLETED" else 1.0)
         while not ordered.record.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        reported = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
+        slurm_facts = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
         stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
-        paths = [path for path in (Path(f"{node}.json") for node in stems) if path.exists()]
-        record = of_nodes(list(map(Record.read, paths))) if paths else None
-        files = sorted(logs.glob(f"{number}_*.err"))
-        output = "".join(file.read_text(errors="replace")[-2000:] for file in files)
+        record_paths = [path for path in (Path(f"{node}.json") for node in stems) if path.exists()]
+        record = of_nodes(list(map(Record.read, record_paths))) if record_paths else None
+        error_files = sorted(logs.glob(f"{number}_*.err"))
+        output = "".join(file.read_text(errors="replace")[-2000:] for file in error_files)
         # FAILED says only that srun failed; its standard error says why
-        if state.name == "FAILED" and OOM_KILL in output:
+        if state.name == "FAILED" and OOM_KILL_MESSAGE in output:
             state = state._replace(name="OUT_OF_MEMORY")
         end = end_of_job(state, record.phase if record else ORDERED, memory_limit(job) or 0)
         place = {"on": "slurm", "slurm_job": number, "nodes": state.nodes}
         place |= {"image": self.image} if self.image else {}
-        return complete(ordered, record, end, ClusterReport(place, {"slurm": reported}, output))
+        return complete(ordered, record, end, ClusterReport(place, {"slurm": slurm_facts}, output))
 
 
 def end_of_job(state: SlurmState, phase: str, limit_bytes: int) -> failures.Failure:
@@ -305,14 +307,14 @@ def states_of(ids: list[str]) -> dict[str, SlurmState]:
     forgotten, jobs_by_number = SlurmState(), {}
     if ids and shutil.which("sacct"):
         command = ["sacct", "-X", "-P", "-o", "JobID,State,ExitCode,NodeList", "-j", ",".join(ids)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        jobs_by_number = SlurmInfoWatcher().read_info(done.stdout)
+        process = subprocess.run(command, capture_output=True, text=True)
+        jobs_by_number = SlurmInfoWatcher().read_info(process.stdout)
     if ids and not jobs_by_number:
-        done = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
-        lines = done.stdout.splitlines()
+        process = subprocess.run(["scontrol", "-o", "show", "jobs"], capture_output=True, text=True)
+        lines = process.stdout.splitlines()
         jobs = [dict(field.partition("=")[::2] for field in line.split()) for line in lines]
         jobs_by_number = {job["JobId"]: {**job, "State": job["JobState"]} for job in jobs if "JobId" in job}
-        if done.returncode == 0:
+        if process.returncode == 0:
             # scontrol succeeded, so jobs that it does not list have ended and were forgotten
             forgotten = SlurmState("FORGOTTEN")
     states = dict.fromkeys(ids, forgotten)

@@ -54,11 +54,11 @@ class Torchrun(Place):
         os.environ.clear()
         os.environ.update(nodes)
         count, node = int(nodes["PET_NNODES"]), int(nodes["PET_NODE_RANK"])
-        where = nodes["PET_MASTER_ADDR"], int(nodes["PET_MASTER_PORT"]) + 1
+        store = nodes["PET_MASTER_ADDR"], int(nodes["PET_MASTER_PORT"]) + 1
         if node:
-            follow_first_node(connected(*where), node, call.folders)
+            follow_first_node(connected(*store), node, call.folders)
             sys.exit(0)
-        return cls(accepted(*where, count - 1))
+        return cls(accepted(*store, count - 1))
 
     def __init__(self, peers: list[Peer]) -> None:
         self.peers = peers
@@ -81,33 +81,35 @@ class Torchrun(Place):
         peers = self.peers[: num_nodes(job.world_size, 1 + len(self.peers), "--nnodes") - 1]
         order = ordered.order(folders)
         os.environ["PET_NNODES"] = str(1 + len(peers))
-        if refused := self._refused(order, peers, method.source_hash(job.method, folders)):
-            return ordered.write_end(unavailable(refused, "node"))
-        heard, is_interrupted = perform_beside(order, peers, report)
+        if refusal := self._begin_together(order, peers, method.source_hash(job.method, folders)):
+            return ordered.write_end(unavailable(refusal, "node"))
+        peer_messages, is_interrupted = perform_beside(order, peers, report)
         path = ordered.record
         first_record = Record.read(path)
-        records = [Record.from_dict(message["record"]) for message in heard if message]
-        gone = [f"{node} ({peer.host})" for node, peer in enumerate(peers, start=1) if not heard[node - 1]]
+        records = [Record.from_dict(message["record"]) for message in peer_messages if message]
+        gone_nodes = [
+            f"{node} ({peer.host})" for node, peer in enumerate(peers, start=1) if not peer_messages[node - 1]
+        ]
         of_nodes([first_record, *(record for record in records if record.key == ordered.key)]).write(path)
-        end = killed(first_record.phase, f"node {gone[0]} is gone") if gone else None
+        end = killed(first_record.phase, f"node {gone_nodes[0]} is gone") if gone_nodes else None
         hosts = ",".join([socket.gethostname(), *(peer.host for peer in peers)])
         place_record(path, {"on": "torchrun", "nodes": hosts}, {}, end)
         if is_interrupted:
             raise KeyboardInterrupt
         return path
 
-    def _refused(self, order: dict[str, Any], peers: list[Peer], source: str) -> str:
+    def _begin_together(self, order: dict[str, Any], peers: list[Peer], source: str) -> str:
         """Send the order to the other nodes. If no node refuses the order, let all nodes begin. Return the reasons of
         the nodes that refuse; empty if no node refuses."""
         for peer in peers:
             peer.tell({"order": order, "num_nodes": 1 + len(peers), "source": source})
         answers = [peer.hear().get("refused", "it is gone") for peer in peers]
-        refused = "; ".join(
+        refusal = "; ".join(
             f"node {node}: {reason}" for node, reason in enumerate(answers, start=1) if reason
         )
         for peer in peers:
-            peer.tell({"begin": not refused})
-        return refused
+            peer.tell({"begin": not refusal})
+        return refusal
 
 
 class Peer:
@@ -170,21 +172,21 @@ def connected(address: str, port: int) -> Peer:
             time.sleep(RETRY_SECONDS)
 
 
-def follow_first_node(first: Peer, node: int, folders: tuple[Path, ...]) -> None:
+def follow_first_node(first_node: Peer, node: int, folders: tuple[Path, ...]) -> None:
     """Run this node's part of each order from the first node, until the first node ends. The code comes from this
     checkout and from `folders` of methods. Refuse an order if the first node's code differs."""
-    first.tell({"node": node, "host": socket.gethostname()})
+    first_node.tell({"node": node, "host": socket.gethostname()})
     with tempfile.TemporaryDirectory() as results:
-        while "order" in (message := first.hear()):
+        while "order" in (message := first_node.hear()):
             order = message["order"]
             is_same = message["source"] == method.source_hash(order["job"]["method"], folders)
             differs = "its sources differ from the first node's; try the same checkout"
-            first.tell({"refused": "" if is_same else differs})
-            if not first.hear().get("begin"):
+            first_node.tell({"refused": "" if is_same else differs})
+            if not first_node.hear().get("begin"):
                 continue
             os.environ["PET_NNODES"] = str(message["num_nodes"])
             stem = Path(results) / Path(order["stem"]).name
-            perform_beside({**order, "stem": str(stem), "folders": list(map(str, folders))}, [first])
+            perform_beside({**order, "stem": str(stem), "folders": list(map(str, folders))}, [first_node])
 
 
 def perform_beside(
@@ -195,14 +197,14 @@ def perform_beside(
     If a peer fails or is gone, this node's part is interrupted. Return the peers' messages ({} for a peer that is gone)
     and a flag: True if the user interrupted the run.
     """
-    heard: list[dict[str, Any]] = [{} for _ in peers]
+    peer_messages: list[dict[str, Any]] = [{} for _ in peers]
     lock, is_running, is_stopped, is_interrupted = threading.Lock(), True, False, False
 
     def listen(index: int, peer: Peer) -> None:
         nonlocal is_stopped
-        heard[index] = peer.hear()
+        peer_messages[index] = peer.hear()
         with lock:
-            if is_running and not is_stopped and heard[index].get("status") != "ok":
+            if is_running and not is_stopped and peer_messages[index].get("status") != "ok":
                 is_stopped = True
                 interrupt_here()
 
@@ -225,4 +227,4 @@ def perform_beside(
         peer.tell({"status": record["status"], "record": record})
     for thread in threads:
         thread.join()
-    return heard, is_interrupted
+    return peer_messages, is_interrupted

@@ -65,7 +65,7 @@ def show_minutes(profile: str | None, machine: str | None, results: Path) -> Non
 def clean_up(results: Path, everything: bool = False) -> None:
     """Remove the files that killed runs left behind. `everything`: True: also remove all records and figures in
     `results`."""
-    scratch.remove_left()
+    scratch.remove_stale_folders()
     paths = [*results.glob("log_*"), *(results / name for name in DRAWN)] if everything else []
     for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

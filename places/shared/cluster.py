@@ -1,5 +1,5 @@
 """Functions that all places on clusters use: they read a place's options, compute a job's number of nodes, describe a
-job's end, and write its record."""
+job's end, and write the job's record."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from harness.core.record import Record
 from harness.run.place import OrderedJob, place_record
 from harness.run.ranks import followed
 
-# For each status in a job's own record: the statuses that replace it if the cluster reports one of them.
-BETTER_KNOWN = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}
-PLAIN = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that may occur in an option's text
+# For each status in a job's own record: the statuses that replace this status if the cluster reports them.
+REPLACING_STATUSES = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}
+PLAIN_TEXT = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that may occur in an option's text
 
 
 def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
     try:
         options = dataclasses.asdict(checked(kind, values))
         for name, value in options.items():
-            # forbid all but PLAIN characters, because the text becomes part of a script or manifest
-            if isinstance(value, str) and not PLAIN.fullmatch(value):
+            # forbid all other characters, because the text becomes part of a script or manifest
+            if isinstance(value, str) and not PLAIN_TEXT.fullmatch(value):
                 raise ValueError(
                     f"{name}: expected a name, number or path without blanks or quotes, got {value!r:.80}"
                 )
@@ -66,17 +66,18 @@ def num_nodes(world_size: int, most_nodes: int, option: str) -> int:
     return number
 
 
-def better_known(record: Record, end: Failure) -> Failure | None:
-    """Return `end`, which the cluster reports, if it says more than the end in the job's record; None if not."""
-    better = BETTER_KNOWN.get(record.status, ())
+def replacing_end(record: Record, end: Failure) -> Failure | None:
+    """Return `end`, the job's end as the cluster reports it, if it must replace the end in the job's record; else
+    None."""
+    statuses = REPLACING_STATUSES.get(record.status, ())
     if record.status == "crash" and followed(record):
-        better = ("interrupted", "timeout", "killed", "oom-host")
-    return end if end.status in better else None
+        statuses = ("interrupted", "timeout", "killed", "oom-host")
+    return end if end.status in statuses else None
 
 
 def out_of_memory(phase: str, limit_bytes: int) -> Failure:
-    """Return the end of a job that the cluster killed because its memory was used up. `limit_bytes`: the job's limit;
-    0: no limit."""
+    """Return the end of a job that the cluster killed because the job had used up its memory. `limit_bytes`: the job's
+    limit of host memory in bytes; 0: no limit."""
     return of_process(End(phase, -signal.SIGKILL, oom_kills=1, owns_group=True, host_limit_bytes=limit_bytes))
 
 
@@ -89,15 +90,16 @@ def killed(phase: str, text: str) -> Failure:
 
 
 def unavailable(text: str, name: str) -> Failure:
-    """Return the end of a job that the cluster cannot run. `name`: a word for what the cluster lacks, such as node,
-    which the record's evidence keeps."""
+    """Return the end of a job that the cluster cannot run. `name`: a word for what the cluster lacks, such as node; the
+    record's evidence keeps this word."""
     return ended("unavailable", name, text)
 
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """What a cluster tells of a job, for the job's record: where the job ran (`place`), facts of its end (`evidence`),
-    the output of its programs, and fields of the record that are known from the job's events (`seen`)."""
+    """What a cluster tells of a job, for the job's record. `place`: facts of where the job ran. `evidence`: facts of
+    the job's end. `output`: what the job's programs printed. `seen`: those fields of the record that the job's events
+    tell, by name; None: no event came."""
 
     place: dict[str, Any]
     evidence: dict[str, Any]
@@ -106,11 +108,11 @@ class ClusterReport:
 
 
 def complete(ordered: OrderedJob, record: Record | None, end: Failure, report: ClusterReport) -> Path:
-    """Write a job's record, and return its path. `record`: the record merged from the nodes' records; None if no node
-    wrote a record, and then a new record states the job's `end`, and the log gets the programs' output.
+    """Write a job's record, and return the record's path.
 
-    `end` is the job's end by the cluster; it replaces the record's end if better_known() says so. The evidence is added
-    unless the job ended with status ok.
+    `record`: the record merged from the nodes' records; None: no node wrote a record, so a new record states `end`, and
+    the report's output is appended to the job's log. `end`: the job's end as the cluster reports it; it replaces the
+    record's end if replacing_end() returns it. The report's evidence is added unless the job ended with status ok.
     """
     if record:
         record.write(ordered.record)
@@ -121,5 +123,5 @@ def complete(ordered: OrderedJob, record: Record | None, end: Failure, report: C
     evidence = {} if record and record.status == "ok" else report.evidence
     if ordered.job.budget.host_bytes is None and "oom-host" in (record and record.status, end.status):
         evidence = {**evidence, "limit_of": "the cluster"}
-    better = better_known(record, end) if record else None
-    return place_record(ordered.record, report.place, evidence, better)
+    replacement = replacing_end(record, end) if record else None
+    return place_record(ordered.record, report.place, evidence, replacement)

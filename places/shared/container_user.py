@@ -1,5 +1,5 @@
-"""The user that a container runs as: the caller or, if root calls, the user USER. If root calls, USER's record reaches
-root's results through an exchange folder.
+"""The user that a container runs as: the caller or, if root calls, the user USER. If root calls, the record that USER
+writes reaches root's folder of results through an exchange folder.
 
 A container that root started sees an empty exchange folder instead of the results. On the host this folder lies in
 `results/.exchange-STEM`, which only root can enter. When the container has ended, root reads the job's record and the
@@ -28,7 +28,7 @@ USER = 1000  # id of the user and of the group that docker/Dockerfile makes
 PREFIX = ".exchange-"
 # patterns of the files in this checkout that a job reads
 CODE = ("*.yaml", "harness/**/*", "places/**/*", "methods/**/*")
-MOST_NAMES = 8
+MOST_NAMES = 8  # most names of other files that an ExchangeFolder keeps
 
 
 def ids() -> tuple[int, int]:
@@ -43,7 +43,7 @@ def make_writable(folder: Path) -> None:
         folder.mkdir(parents=True)
         if not os.getuid():
             os.chown(folder, USER, USER, follow_symlinks=False)
-    if not os.getuid() and not _may(folder, os.R_OK | os.W_OK | os.X_OK):
+    if not os.getuid() and not _user_may(folder, os.R_OK | os.W_OK | os.X_OK):
         raise Unavailable(
             f"expected a folder that user {USER} may write to, got {folder}, owned by {folder.owner()}; try"
             f" chown -R {USER} {folder}, or a new folder"
@@ -59,7 +59,7 @@ def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         files += path.glob(pattern)
     for file in files:
-        if "__pycache__" not in file.parts and not _may(file, os.R_OK | os.X_OK * file.is_dir()):
+        if "__pycache__" not in file.parts and not _user_may(file, os.R_OK | os.X_OK * file.is_dir()):
             mode = stat.S_IMODE(file.stat().st_mode)
             raise Unavailable(
                 f"expected files that user {USER} may read, got {file}, owned by {file.owner()}, mode {mode:o}; try"
@@ -67,7 +67,7 @@ def check_readable(path: Path, patterns: tuple[str, ...]) -> None:
             )
 
 
-def _may(path: Path, bits: int) -> bool:
+def _user_may(path: Path, bits: int) -> bool:
     """True if the path's mode gives USER these permission bits. The modes of the folders above do not matter, because
     the container mounts the path itself."""
     status = path.stat()
@@ -79,19 +79,19 @@ def _may(path: Path, bits: int) -> bool:
     return status.st_mode >> shift & bits == bits
 
 
-class Exchange:
-    """The exchange folder of one job. The call that runs the job locks the job's log, so that other calls know that
-    this call is alive.
+class ExchangeFolder:
+    """The exchange folder of one job. The process that runs the job locks the job's log; the lock tells other processes
+    that this process is alive.
 
-    The constructor raises BlockingIOError if another call holds the lock. open() raises Unavailable if USER cannot own
-    files in the folder of results.
+    The constructor raises BlockingIOError if another process holds the lock. open() raises Unavailable if USER cannot
+    own files in the folder of results.
     """
 
     def __init__(self, stem: Path) -> None:
         self.stem, self.outer = stem, stem.with_name(f"{PREFIX}{stem.name}")
         self.folder = self.outer / "results"
-        # `refused`: why the record was not taken; "": no reason. `left`: names of other files that the job left.
-        self.refused, self.left = "", list[str]()
+        self.refusal = ""  # why the record was not taken; "": it was taken, or there is none
+        self.other_names = list[str]()  # names of the other files that the job left
         self.path = Path(f"{stem}.txt")
         self.path.touch()
         self.log = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -122,7 +122,7 @@ class Exchange:
         `key`: the key that the record must have; None: any key."""
         try:
             if self.folder.exists():
-                self._take(key)
+                self._take_files(key)
         finally:
             subprocess.run(["rm", "-rf", "--", self.outer])  # rm can remove folders of any depth
             # Change the mode before the owner: the job may have set the log's set-uid bit, which must not turn the log
@@ -131,17 +131,18 @@ class Exchange:
             os.fchown(self.log, os.getuid(), os.getgid())
             self.release()
 
-    def _take(self, key: str | None) -> None:
+    def _take_files(self, key: str | None) -> None:
+        """Write the job's record and the logs of its builds into the results. Set `refusal` and `other_names`."""
         record_name, log = f"{self.stem.name}.json", self.path.name
         method = self.stem.name.removeprefix("log_").split("_l-")[0]
-        builds = [log_lines.BUILD_LOG.format(library) for library in (method, "sim")]
-        for name in builds:
+        build_logs = [log_lines.BUILD_LOG.format(library) for library in (method, "sim")]
+        for name in build_logs:
             try:
                 _check_one_name(self.folder / name)
                 write_whole(self.stem.with_name(name), read_text(self.folder / name))
             except (OSError, ValueError) as error:
                 if not isinstance(error, FileNotFoundError):
-                    self.left.append(name)
+                    self.other_names.append(name)
         try:
             _check_one_name(self.folder / record_name)
             record = Record.from_dict(read_json(self.folder / record_name))
@@ -152,24 +153,26 @@ class Exchange:
             pass
         except (OSError, ValueError) as error:
             text = error.strerror if isinstance(error, OSError) else error
-            self.refused = f"the record that its container left was not taken: {text}"
+            self.refusal = f"the record that its container left was not taken: {text}"
         with os.scandir(self.folder) as entries:
             # Skip root's files: the engine, as root, made mount points in this folder for the files that the container
             # sees.
-            names = (entry.name for entry in entries if entry.stat(follow_symlinks=False).st_uid == USER)
-            others = (name for name in names if name not in (record_name, log, *builds) and name[0] != ".")
-            self.left += [f"{name!a:.80}" for name in islice(others, MOST_NAMES)]
+            job_names = (entry.name for entry in entries if entry.stat(follow_symlinks=False).st_uid == USER)
+            other_names = (
+                name for name in job_names if name not in (record_name, log, *build_logs) and name[0] != "."
+            )
+            self.other_names += [f"{name!a:.80}" for name in islice(other_names, MOST_NAMES)]
 
 
-def left(results: Path) -> Iterator[Exchange]:
-    """Yield the exchange folders that killed calls left behind. The caller must close or release each Exchange."""
+def leftover_exchanges(results: Path) -> Iterator[ExchangeFolder]:
+    """Yield the exchange folders that killed calls left behind. The caller must close or release each of them."""
     for outer in results.glob(f"{PREFIX}*") if not os.getuid() else ():
         status = outer.lstat()
         # only root makes exchange folders, so somebody else made this one
         if status.st_uid or not stat.S_ISDIR(status.st_mode):
             continue
         try:
-            yield Exchange(outer.with_name(outer.name.removeprefix(PREFIX)))
+            yield ExchangeFolder(outer.with_name(outer.name.removeprefix(PREFIX)))
         except BlockingIOError:
             continue
 

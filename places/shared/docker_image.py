@@ -57,7 +57,7 @@ def build(
 ) -> None:
     """Build the image from docker/Dockerfile with the pinned dependencies. The build takes some minutes."""
     client, name = engine(), name or default_image(device)
-    values = dict(text.partition("=")[::2] for text in build_args) | {"DEVICE": device}
+    build_arguments = dict(text.partition("=")[::2] for text in build_args) | {"DEVICE": device}
     from docker.errors import APIError
 
     with tempfile.TemporaryFile() as context:
@@ -71,7 +71,7 @@ def build(
                 tag=name,
                 rm=True,
                 decode=True,
-                buildargs=values | ({"BASE": base} if base else {}),
+                buildargs=build_arguments | ({"BASE": base} if base else {}),
                 network_mode="host",
             )
             for line in lines:
@@ -106,16 +106,16 @@ def pack(context: IO[bytes], wheelhouse: Path | None) -> None:
 def save(device: str, name: str | None, file: Path) -> None:
     """Write the image to a tar file, for machines that cannot build it."""
     name = name or default_image(device)
-    patient()
+    engine_without_time_limit()
     image = Docker(name).image
     check_replaceable(file)
-    part = file.with_name(f".{file.name}.part")
+    partial_file = file.with_name(f".{file.name}.part")
     try:
-        with open(part, "wb") as out:
-            out.writelines(image.save(named=name))
-        part.replace(file)
+        with open(partial_file, "wb") as stream:
+            stream.writelines(image.save(named=name))
+        partial_file.replace(file)
     finally:
-        part.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
     print(f"{name}: {file.stat().st_size / 1e9:.2f} GB; on another machine: ./run.sh image load {file.name}")
 
 
@@ -126,7 +126,7 @@ def load(file: IO[bytes]) -> None:
     from docker.errors import APIError, ImageLoadError
 
     try:
-        (image,) = patient().images.load(file)
+        (image,) = engine_without_time_limit().images.load(file)
     except (APIError, ImageLoadError, ValueError) as error:
         text = " ".join(str(error).split())
         raise ValueError(
@@ -154,7 +154,7 @@ def shell(device: str, name: str | None) -> None:
         raise Unavailable("image shell needs the command docker, not only Docker's engine") from error
 
 
-def patient() -> Any:
+def engine_without_time_limit() -> Any:
     """Return the engine's client with no limit of time, because the engine takes minutes to pack an image of several
     gigabytes."""
     client = engine()

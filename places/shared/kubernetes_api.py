@@ -71,21 +71,21 @@ class Cluster:
 
     def create(self, documents: list[dict[str, Any]]) -> None:
         """Create the first document's object, a Job or JobSet, and then the other objects, which the first owns."""
-        first, *others = documents
-        if first["kind"] == "JobSet":
+        owner_document, *owned_documents = documents
+        if owner_document["kind"] == "JobSet":
             create = self.custom.create_namespaced_custom_object
-            created = self.ask(create, *JOBSET, self.namespace, "jobsets", first)
+            created = self.ask(create, *JOBSET, self.namespace, "jobsets", owner_document)
         else:
-            created = self.ask(self.batch.create_namespaced_job, self.namespace, first)
-        names = {name: first[name] for name in ("apiVersion", "kind")}
-        owner = {**names, "name": first["metadata"]["name"], "uid": created["metadata"]["uid"]}
-        calls = {
+            created = self.ask(self.batch.create_namespaced_job, self.namespace, owner_document)
+        kind_fields = {name: owner_document[name] for name in ("apiVersion", "kind")}
+        owner = {**kind_fields, "name": owner_document["metadata"]["name"], "uid": created["metadata"]["uid"]}
+        creator_of_kind = {
             "ConfigMap": self.core.create_namespaced_config_map,
             "Service": self.core.create_namespaced_service,
         }
-        for document in others:
+        for document in owned_documents:
             owned = {**document, "metadata": {**document["metadata"], "ownerReferences": [owner]}}
-            self.ask(calls[document["kind"]], self.namespace, owned)
+            self.ask(creator_of_kind[document["kind"]], self.namespace, owned)
 
     def delete(self, name: str) -> None:
         """Delete a Job or JobSet and all objects that it owns; its pods get SIGTERM. If the Job is already gone, do

@@ -28,7 +28,7 @@ MAIN = "job"  # name of the container that trains
 OUTPUT_LENGTH = 4096
 POD_SECONDS = 60.0  # seconds within which a cluster makes a pod, even if no node has room for the pod
 # Kubernetes' reasons why a container will never start, such as a wrong image, or a program that the image lacks.
-NEVER_STARTS = (
+NEVER_STARTING_REASONS = (
     "InvalidImageName",
     "ErrImageNeverPull",
     "ImagePullBackOff",
@@ -36,7 +36,7 @@ NEVER_STARTS = (
     "ContainerCannotRun",
     "StartError",
 )
-UNPLACED = ("Unschedulable", "SchedulingGated")
+UNPLACED_REASONS = ("Unschedulable", "SchedulingGated")
 
 
 class PodState(NamedTuple):
@@ -62,29 +62,29 @@ def state_of(pod: dict[str, Any]) -> PodState:
     metadata, status = pod["metadata"], pod.get("status", {})
     containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
     states = [(container["name"], container.get("state", {})) for container in containers]
-    ended = [state.get("terminated", {}) for _, state in states]
-    ended = [end for end in ended if end.get("exitCode")]
-    waiting = [state.get("waiting", {}) for _, state in states]
-    waiting = [wait for wait in waiting if wait.get("reason") in NEVER_STARTS]
+    failed_terminations = [state.get("terminated", {}) for _, state in states]
+    failed_terminations = [end for end in failed_terminations if end.get("exitCode")]
+    never_starting = [state.get("waiting", {}) for _, state in states]
+    never_starting = [wait for wait in never_starting if wait.get("reason") in NEVER_STARTING_REASONS]
     conditions = {
         (condition["type"], condition["status"]): condition for condition in status.get("conditions", ())
     }
     explanations = [
         *([status] if status.get("reason") else []),
         conditions.get(("DisruptionTarget", "True")),
-        *ended,
-        *waiting,
+        *failed_terminations,
+        *never_starting,
         conditions.get(("PodScheduled", "False")),
     ]
-    first: dict[str, Any] = next((explanation for explanation in explanations if explanation is not None), {})
+    cause: dict[str, Any] = next((explanation for explanation in explanations if explanation is not None), {})
     return PodState(
         metadata["name"],
         int(metadata.get("annotations", {}).get(INDEX, 0)),
         status.get("phase", "Pending"),
         pod.get("spec", {}).get("nodeName", ""),
-        first.get("reason", ""),
-        first.get("message", ""),
-        ended[0]["exitCode"] if ended else 0,
+        cause.get("reason", ""),
+        cause.get("message", ""),
+        failed_terminations[0]["exitCode"] if failed_terminations else 0,
         any(name == MAIN and state.keys() & {"running", "terminated"} for name, state in states),
     )
 
@@ -98,10 +98,10 @@ def end_of_pod(state: PodState, phase: str, limit_bytes: int, image: str) -> fai
         return late(
             phase, f"its pod ran longer than it may, at {phase}: lower -l or --steps, or raise --timeout"
         )
-    if state.reason in NEVER_STARTS:
+    if state.reason in NEVER_STARTING_REASONS:
         text = f"no pod starts with the image {image}: {message}; try --kubernetes image=NAME, which the nodes can pull"
         return unavailable(text, "image")
-    if state.reason in UNPLACED:
+    if state.reason in UNPLACED_REASONS:
         text = f"no node takes its pod: {message}; try less --host-memory, gpus or cpus, or a longer --kubernetes wait"
         return unavailable(text, "node")
     if state.exit_code in (0, 128 + signal.SIGKILL) or state.reason not in ("", "Error"):
@@ -134,14 +134,14 @@ class PodLog:
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
-        known, pending = self.num_read, b""
+        num_known, partial_line = self.num_read, b""
         try:
             for data in self.open_log().stream(2**16):
-                *lines, pending = (pending + data).split(b"\n")
-                new, known = lines[known:], max(0, known - len(lines))
-                for line in new:
+                *lines, partial_line = (partial_line + data).split(b"\n")
+                new_lines, num_known = lines[num_known:], max(0, num_known - len(lines))
+                for line in new_lines:
                     self.lines.put(line)
-                self.num_read += len(new)
+                self.num_read += len(new_lines)
         except (HTTPError, OSError):
             return
         except ApiException:  # the node or the container has no log, so there is nothing to read
@@ -160,7 +160,7 @@ class PodJob:
         self.ordered, self.name, self.num_nodes = ordered, name, num_nodes
         self.events = Events(ORDERED, lambda event: None)
         self.pods: dict[str, PodState] = {}
-        self.gone: set[str] = set()
+        self.gone_pods: set[str] = set()
         self.logs: dict[str, PodLog] = {}
         self.records: dict[int, Record] = {}
         # by node: the last OUTPUT_LENGTH characters of the pod's output, without events
@@ -175,7 +175,7 @@ class PodJob:
     def take(self, pods: list[PodState], open_log: Callable[[str], Any], image: str, wait: float) -> None:
         """Take the states of the job's pods, and the new lines of their logs. Set `end` if the job cannot start.
         `wait`: seconds for which the job may wait for nodes."""
-        self.gone |= self.pods.keys() - {pod.name for pod in pods}
+        self.gone_pods |= self.pods.keys() - {pod.name for pod in pods}
         self.pods |= {pod.name: pod for pod in pods}
         for pod in pods:
             log = self.logs.setdefault(pod.name, PodLog(functools.partial(open_log, pod.name)))
@@ -185,9 +185,13 @@ class PodJob:
             while not log.lines.empty():
                 self._hear(self.pods[name].number, log.lines.get())
         is_late = time.monotonic() - self.began >= wait
-        stuck = [pod for pod in pods if pod.reason in (*NEVER_STARTS, *(UNPLACED if is_late else ()))]
-        if stuck and not self.end:
-            self.end = end_of_pod(stuck[0], self.events.phase, 0, image)
+        stuck_pods = [
+            pod
+            for pod in pods
+            if pod.reason in (*NEVER_STARTING_REASONS, *(UNPLACED_REASONS if is_late else ()))
+        ]
+        if stuck_pods and not self.end:
+            self.end = end_of_pod(stuck_pods[0], self.events.phase, 0, image)
         waited = time.monotonic() - self.began
         if not self.pods and not self.end and not self.is_deleted and waited >= max(wait, POD_SECONDS):
             text = (
@@ -204,7 +208,7 @@ class PodJob:
         """True if the job has ended and no more data can come: either `end` is set, or all its pods have ended or are
         gone, and their logs are read to the end."""
         # After a pod has failed, Kubernetes makes no further pods for the job.
-        has_failed = self.gone or any(pod.phase == "Failed" for pod in self.pods.values())
+        has_failed = self.gone_pods or any(pod.phase == "Failed" for pod in self.pods.values())
         are_all = bool(self.pods) and (len(self.pods) >= self.num_nodes or bool(has_failed))
         return self.end is not None or (
             (are_all or self.is_deleted) and all(map(self._is_read, self.pods.values()))
@@ -212,7 +216,7 @@ class PodJob:
 
     def _is_read(self, pod: PodState) -> bool:
         log = self.logs[pod.name]
-        if pod.name in self.gone:
+        if pod.name in self.gone_pods:
             return not log.is_reading and log.lines.empty()
         return pod.has_ended and log.lines.empty() and (log.is_whole or not pod.has_log)
 
@@ -262,9 +266,9 @@ class PodJob:
         if is_interrupted:
             return failures.of_stop(failures.End(self.events.phase, stopped="interrupt"))
         failed = [pod for pod in self.pods.values() if pod.phase != "Succeeded"]
-        first = min(
+        cause = min(
             failed, key=lambda pod: (pod.number in self.records, not pod.reason, pod.number), default=None
         )
-        if first is None:
+        if cause is None:
             return failures.of_process(failures.End(self.events.phase))
-        return end_of_pod(first, self.events.phase, memory_limit(self.ordered.job) or 0, image)
+        return end_of_pod(cause, self.events.phase, memory_limit(self.ordered.job) or 0, image)

@@ -1,7 +1,7 @@
-"""A node's part of a job under Slurm: meets the job's other nodes, if there are any, and runs this node's ranks.
+"""Runs one node's ranks of a job under Slurm, after this node has met the job's other nodes, if there are any.
 
-Each node has an agent (harness/run/ranks.py) and a record. The first node's record becomes the job's record. The other
-nodes' records stay in the call's own folder until the submitter has read them.
+Each node has an agent (harness/run/ranks.py) and a record. The first node's record becomes the job's record. The
+records of the other nodes stay in a folder that the submitting call has made, until that call has read them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def node_stem(folder: Path, stem: Path, index: int) -> Path:
-    """Return the stem of the record of node `index`, which is not the first node. `folder`: the call's own folder."""
+    """Return the stem of the record of node `index`, which is not the first node. `folder`: the folder that the
+    submitting call has made."""
     return folder / f"{stem.name}-node{index}"
 
 
@@ -44,7 +45,7 @@ def _meet(order: dict[str, Any]) -> Path:
     from submitit.helpers import TorchDistributedEnvironment
 
     nodes = TorchDistributedEnvironment()  # a node has one task, so the task's rank is the node's number
-    # srun runs on the first node; this variable holds the address at which other nodes reach srun's node.
+    # srun runs on the first node. This variable holds the address at which the other nodes reach the first node.
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") or nodes.master_addr
     os.environ |= {
         "PET_NNODES": str(nodes.world_size),

@@ -1,11 +1,11 @@
-"""A node's part of a job under torchrun. On each node, torchrun starts one process with this module. The process runs
-the node's ranks.
+"""Runs one node's ranks of a job that torchrun starts. On each node, torchrun starts one process with this module:
 
     torchrun ... --nproc-per-node 1 -m places.shared.torchrun_node ORDER
 
-ORDER is a file with an order of place.py, whose paths are relative to the working folder. The agents of the nodes
-(harness/run/ranks.py) meet by torchrun's environment variables. Standard output carries one JSON object a line: the
-run's events, the text that is written to the run's logs (`text`), and at the end this node's record (`record`).
+ORDER is a JSON file: the order that harness/run/place.py makes of the job. All paths in the order are relative to the
+working folder. Each node has an agent (harness/run/ranks.py); the agents find one another by torchrun's environment
+variables. Standard output carries one JSON object a line: the run's events; an event `text` for each piece of text that
+a program writes to a log of the run; and at the end an event `record` with this node's record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from harness.run.place import perform
 
 RELAY_SECONDS = 0.5
-# variable with the port of rank 0's agent; torchrun's own store listens at MASTER_PORT
+# environment variable with the port of rank 0's agent; torchrun's own store listens at MASTER_PORT
 PORT = "HARNESS_RANKS_PORT"
 # Environment variables that describe torchrun's own processes. A job of one process must not see these variables.
 OF_TORCHRUN = (
@@ -34,11 +34,11 @@ OF_TORCHRUN = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-PREFIXES = ("ROLE_", "TORCHELASTIC_")
+PREFIXES_OF_TORCHRUN = ("ROLE_", "TORCHELASTIC_")
 
 
-class Teller:
-    """Writes events to standard output as lines of JSON. Two threads may use one Teller."""
+class EventPrinter:
+    """Writes events to standard output as lines of JSON. Two threads may use one EventPrinter."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -48,7 +48,7 @@ class Teller:
             print(json.dumps(event), flush=True)
 
 
-def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
+def relay(folder: Path, print_event: EventPrinter, is_over: threading.Event) -> None:
     """Until `is_over` is set, pass text that programs append to the logs in a folder to `tell`, in whole lines."""
     positions: dict[str, int] = {}
     is_last = False
@@ -61,7 +61,7 @@ def relay(folder: Path, tell: Teller, is_over: threading.Event) -> None:
             data = data if is_last else data[: data.rfind(b"\n") + 1]
             positions[path.name] = positions.get(path.name, 0) + len(data)
             if data:
-                tell({"event": "text", "name": path.name, "text": data.decode(errors="replace")})
+                print_event({"event": "text", "name": path.name, "text": data.decode(errors="replace")})
 
 
 def meet(environment: dict[str, str]) -> dict[str, str]:
@@ -80,8 +80,10 @@ def meet(environment: dict[str, str]) -> dict[str, str]:
         "PET_RDZV_ID": environment["TORCHELASTIC_RUN_ID"],
         "PET_MASTER_PORT": environment.get(PORT, str(int(environment["MASTER_PORT"]) + 1)),
     }
-    kept = {name: value for name, value in environment.items() if not name.startswith(PREFIXES)}
-    return {name: value for name, value in kept.items() if name not in OF_TORCHRUN} | nodes
+    remaining = {
+        name: value for name, value in environment.items() if not name.startswith(PREFIXES_OF_TORCHRUN)
+    }
+    return {name: value for name, value in remaining.items() if name not in OF_TORCHRUN} | nodes
 
 
 def main() -> None:
@@ -95,19 +97,19 @@ def main() -> None:
     stem = Path(order["stem"]).absolute()
     stem.parent.mkdir(exist_ok=True)
     folders = [str(Path(folder).absolute()) for folder in order["folders"]]
-    tell, is_over = Teller(), threading.Event()
-    relaying = threading.Thread(target=relay, args=(stem.parent, tell, is_over))
-    relaying.start()
+    print_event, is_over = EventPrinter(), threading.Event()
+    relay_thread = threading.Thread(target=relay, args=(stem.parent, print_event, is_over))
+    relay_thread.start()
     code = 0
     try:
-        perform({**order, "stem": str(stem), "folders": folders}, tell)
+        perform({**order, "stem": str(stem), "folders": folders}, print_event)
     except KeyboardInterrupt:
         code = 130
     finally:
         is_over.set()
-        relaying.join()
+        relay_thread.join()
     record = json.loads(Path(f"{stem}.json").read_text())
-    tell({"event": "record", "record": record})
+    print_event({"event": "record", "record": record})
     sys.exit(code or int(record["status"] != "ok"))
 
 

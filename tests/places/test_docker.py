@@ -24,7 +24,7 @@ from harness.run.place import OrderedJob
 from places import docker as container
 from places.docker import Docker
 from places.shared import container_user
-from places.shared.container_user import Exchange
+from places.shared.container_user import ExchangeFolder
 from places.shared.docker_image import image
 from tests.devices.test_budgets import with_gpus
 from tests.support import cli
@@ -204,11 +204,11 @@ def test_of_what_a_job_plants_beside_its_record_nothing_reaches_the_results(
 @pytest.mark.parametrize("kind", PLANTED)
 def test_what_is_no_record_of_the_job_is_refused_by_its_kind(tmp_path: Path, kind: str) -> None:
     stem = tmp_path / "log_ending_l-2_hs-32_bs-2_ws-0_2026-01-01.1"
-    exchange = Exchange(stem)
+    exchange = ExchangeFolder(stem)
     exchange.open()
     PLANTED[kind](exchange.folder / f"{stem.name}.json")
     exchange.close("key")
-    assert kind in exchange.refused
+    assert kind in exchange.refusal
     assert [path.name for path in tmp_path.iterdir()] == [f"{stem.name}.txt"]
 
 
@@ -247,14 +247,14 @@ def test_results_in_roots_home_are_written_too(engine: str) -> None:
 
 def test_of_a_corpus_folder_a_container_sees_the_corpus_alone(tmp_path: Path) -> None:
     job = Job("l2l", dataclasses.replace(TINY, corpus=str(tmp_path / "text")))
-    shown = [inside for inside, _, _ in container.folders_shown(job, tmp_path / "results", (), "image")]
+    shown = [inside for inside, _, _ in container.job_mounts(job, tmp_path / "results", (), "image")]
     assert [path.name for path in shown if path.parent == tmp_path] == ["text.bin", "text.idx", "results"]
 
 
 def test_a_disk_that_a_container_has_in_memory_is_refused(tmp_path: Path) -> None:
     job = Job("zero-infinity-nvme", TINY, {"disk": "/tmp"})
     with pytest.raises(Unavailable, match="got /tmp, which is in memory in a container; try --disk DIR"):
-        container.folders_shown(job, tmp_path / "results", (), "image")
+        container.job_mounts(job, tmp_path / "results", (), "image")
 
 
 def test_out_of_the_containers_memory_is_told_by_the_engine(engine: str, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_container_gets_the_gpus_whose_locks_its_job_holds(
 ) -> None:
     with_gpus(monkeypatch, "GPU-a", "GPU-b", "GPU-c")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(container, "folders_shown", lambda *arguments: [])
+    monkeypatch.setattr(container, "job_mounts", lambda *arguments: [])
     place = object.__new__(Docker)
     place.image = SimpleNamespace(id="sha256:1", short_id="sha256:1")
     for device, gpus_of_job in (("cuda", gpus), ("cpu", None)):

@@ -23,7 +23,7 @@ from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from harness.run.place import OrderedJob
 from places.docker import memory_limit
-from places.kubernetes import CALL, LABEL, Kubernetes, PackedCode, files_named, packed
+from places.kubernetes import CALL, LABEL, Kubernetes, PackedCode, files_named, pack_code
 from places.shared.pods import PodLog, end_of_pod, state_of
 from places.shared.torchrun_node import meet
 from tests.run.test_ranks import SHARDED
@@ -218,7 +218,7 @@ def test_pods_meet_at_the_first_ones_name(has_jobsets: bool, nodes: int, address
 
 def test_a_pod_gets_the_harness_and_all_methods(tmp_path: Path) -> None:
     folder = tiny.write_ending(tmp_path, "pass")
-    archive, folders = packed((folder,))
+    archive, folders = pack_code((folder,))
     with tarfile.open(fileobj=io.BytesIO(archive)) as code:
         names = set(code.getnames())
     assert folders == ["methods-0"] and {"methods-0/ending.py", "harness/models.yaml"} <= names

@@ -246,7 +246,7 @@ def test_a_run_that_begins_while_another_ends_leaves_its_notes(
     read = executed_code.read_notes
 
     def beside_another(notes: Path) -> list[executed_code.Executed]:
-        scratch.remove_left()
+        scratch.remove_stale_folders()
         return read(notes)
 
     monkeypatch.setattr(executed_code, "read_notes", beside_another)
@@ -425,7 +425,7 @@ def test_a_folder_of_a_users_own_stays_whatever_its_name_is(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (results := tmp_path / f"{scratch.PREFIX}results").mkdir()
     (results / "log_l2l.json").write_text("a record")
-    scratch.remove_left()
+    scratch.remove_stale_folders()
     assert (results / "log_l2l.json").read_text() == "a record"
 
 
@@ -443,7 +443,7 @@ def test_a_run_killed_before_it_locked_its_folder_leaves_nothing_and_a_living_on
             if (
                 number == 1
             ):  # the second one's folder is not locked yet when another run looks for folders that are left
-                scratch.remove_left()
+                scratch.remove_stale_folders()
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", meanwhile)
