@@ -39,7 +39,8 @@ MAKE_TEXTS = (
     "enum.py",
     "annotationlib.py",
 )
-# Events of programs that start, each with the position of the program's words in the event's arguments.
+# The audit events of starting a program, each with the index, among the event's arguments, of the argument that holds
+# the program and its words.
 STARTS = {"subprocess.Popen": 1, "os.exec": 1, "os.posix_spawn": 1, "os.system": 0, "pty.spawn": 0}
 # Modules by which a process starts another Python without an event.
 SPAWNS = ("multiprocessing/popen_spawn_posix.py", "multiprocessing/popen_forkserver.py")
@@ -90,21 +91,21 @@ _noted: set[str] = set()  # texts of this process's notes
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "exec":
-        _executed(arguments[0], sys._getframe().f_back)
+        _note_code(arguments[0], sys._getframe().f_back)
     elif event == "import":
         if arguments[1]:  # a compiled module
-            _loaded(arguments[1], sys._getframe().f_back)
+            _note_file(arguments[1], sys._getframe().f_back)
     elif event in STARTS:
-        _started(arguments[STARTS[event]], sys._getframe().f_back)
+        _note_program(arguments[STARTS[event]], sys._getframe().f_back)
 
 
-def _executed(code: CodeType, frame: FrameType | None) -> None:
+def _note_code(code: CodeType, frame: FrameType | None) -> None:
     caller = frame.f_code.co_filename if frame else "<frozen runpy>"
     values = frame.f_locals if frame else {}
     if caller.startswith("<frozen importlib"):
-        _loaded(_origin(values) or code.co_filename, frame)
+        _note_file(_origin(values) or code.co_filename, frame)
     elif caller == "<frozen runpy>" or caller.endswith("/runpy.py"):
-        _loaded(str(values.get("fname") or code.co_filename), frame)
+        _note_file(str(values.get("fname") or code.co_filename), frame)
     elif not (is_standard(caller) and caller.endswith(MAKE_TEXTS)) and not _is_versioned(
         place := _place(frame)
     ):
@@ -120,9 +121,10 @@ def _origin(values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _loaded(file: str, frame: FrameType | None) -> None:
-    """Executed a file, or the archive that contains it. Left out are files of the standard library, and generated ones:
-    those that an installed package compiles, or writes into the run's temporary folder, and loads."""
+def _note_file(file: str, frame: FrameType | None) -> None:
+    """Note that a file was loaded or executed. If `file` is a path within an archive, note the archive. Files of the
+    standard library are not noted, nor are files that an installed package compiled, or wrote into the run's temporary
+    folder, before it loaded them. `frame`: the frame that loads the file."""
     path = file if is_standard(file) else os.path.realpath(file)
     is_library = path.endswith(".so")
     if is_standard(path):
@@ -140,7 +142,8 @@ def _loaded(file: str, frame: FrameType | None) -> None:
         _note(f"{file}, which is no file")
 
 
-def _started(program: Any, frame: FrameType | None) -> None:
+def _note_program(program: Any, frame: FrameType | None) -> None:
+    """Note that a program was started, unless code of a known version starts it, or it is a module of the harness."""
     parts = [program] if isinstance(program, str | bytes | os.PathLike) else list(program)
     texts = [os.fsdecode(part) for part in parts]
     module = texts[texts.index("-m") + 1 :][:1] if "-m" in texts else []

@@ -257,7 +257,7 @@ def _token_blocks(answer: dict[str, Any]) -> TokenBlocks:
     return TokenBlocks(tuple(answer["parts"]), answer["token_flops"], lines)
 
 
-def _kept(module: str, question: Any, versions: list[Any]) -> Any:
+def _kept(module_name: str, question: Any, versions: list[Any]) -> Any:
     """Return the answer of a module that sketches a model. The answer is read from its file in SKETCHES or, if there is
     no file, asked of the module and then written to the file. If the module refuses the model, nothing is written, but
     this process keeps the refusal."""
@@ -273,7 +273,7 @@ def _kept(module: str, question: Any, versions: list[Any]) -> Any:
                 "reading the model's tensors, FLOPs and memory off its config.json, once: seconds",
                 file=sys.stderr,
             )
-        answer = ask(module, question)
+        answer = ask(module_name, question)
     if answer.get("refused"):
         _refusals[digest] = answer
     else:

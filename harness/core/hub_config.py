@@ -96,9 +96,9 @@ ATTENTIONS = (None, "sdpa", "eager")
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the configuration in a file, or in a folder's config.json, and a text. For a model of texts and images,
-    the configuration is that of the part for texts, and the text is the type of the whole model; for any other model,
-    the text is empty. Raises RefusedModel if the file cannot be read, or as checked_config() does."""
+    """Return a model's configuration and, for a model of texts and images, the type of the whole model, else "".
+    `path`: a file, or a folder with a config.json. The configuration of a model of texts and images is that of the
+    model's part for texts. Raises RefusedModel if the file cannot be read, or as checked_config() does."""
     file = path / FILE if path.is_dir() else path
     try:
         # files in the Hub's cache are symbolic links, which read_json() refuses

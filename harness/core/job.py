@@ -281,9 +281,9 @@ class Workload:
     @property
     def working_bytes(self) -> int:
         """Most bytes that a step takes at one time, without the data kept for every layer; rehearsals test this."""
-        # of other micro-batches
-        waiting = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches
-        return max(self.head_bytes, self.layer_bytes + waiting) + self.given_bytes
+        # bytes of the other micro-batches, which wait while one micro-batch is in a layer
+        waiting_boundary_bytes = 4 * self.boundary_bytes * (self.micro_batches - 1) // self.micro_batches
+        return max(self.head_bytes, self.layer_bytes + waiting_boundary_bytes) + self.given_bytes
 
     @property
     def waits_for_norm(self) -> bool:
