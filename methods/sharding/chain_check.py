@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from methods.sharding.user_model import layer_list
 from methods.shared.module_watch import random_states
 
-CHAINS = (nn.Sequential.forward, nn.Module.forward)  # forward passes that are chains by definition, or none
+# A class with one of these forward passes is not checked: the first is a chain by definition, and the second computes
+# nothing.
+UNCHECKED_FORWARDS = (nn.Sequential.forward, nn.Module.forward)
 
 
 class NoChainError(ValueError):
@@ -28,7 +30,7 @@ class NoChainError(ValueError):
 def refuse_other_than_chain(name: str, model: nn.Module, inputs: Any) -> None:
     """Raise NoChainError if the model's forward pass on these inputs is not the chain of its layers, or if it does not
     run without a GPU."""
-    if type(model).forward in CHAINS and "forward" not in vars(model):
+    if type(model).forward in UNCHECKED_FORWARDS and "forward" not in vars(model):
         return
     failure: Exception = NoChainError()
     for device in ("meta", "cpu"):
@@ -48,7 +50,7 @@ class _Calls:
     """The calls of the layers of a model's copy. `device`: meta, or cpu for the model's own parameters."""
 
     def __init__(self, name: str, model: nn.Module, device: str) -> None:
-        self.name, self.title, self.device = name, type(model).__name__, device
+        self.name, self.class_name, self.device = name, type(model).__name__, device
         tensors: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
         if device == "meta":
             tensors |= {id(buffer): buffer for buffer in model.buffers()}
@@ -57,55 +59,55 @@ class _Calls:
         layers = layer_list(self.model)
         self.layers, self.takes_tuple = list(layers), isinstance(layers, nn.Sequential)
         for layer in set(self.layers):
-            layer.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            layer.register_forward_hook(self._after)
+            layer.register_forward_pre_hook(self._check_input, prepend=True, with_kwargs=True)
+            layer.register_forward_hook(self._record_result)
         self.num_calls = 0
 
     def check(self, inputs: Any) -> None:
         if self.device == "meta":
             inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            self._leave((inputs,))
+            self._remember((inputs,))
             result = self.model(inputs)
-        if not _same((result,), self.passed) and not _same(result, self.passed):
+        if not _same((result,), self.expected_inputs) and not _same(result, self.expected_inputs):
             raise self._error(f"computes after layer {self.num_calls - 1}")
         self._refuse_changes(f"after layer {self.num_calls - 1}")
         if self.num_calls < len(self.layers):
             raise self._error(f"calls {self.num_calls} of {len(self.layers)} layers")
 
-    def _before(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        at = f"before layer {self.num_calls}"
+    def _check_input(self, layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        place = f"before layer {self.num_calls}"
         if self.num_calls == len(self.layers) or layer is not self.layers[self.num_calls]:
             raise self._error(
                 f"calls a {type(layer).__name__} where layer {self.num_calls} comes in the list"
             )
         if keywords:
             raise self._error(f"gives layer {self.num_calls} {', '.join(keywords)} by name")
-        is_whole = self.takes_tuple and len(self.passed) > 1
-        if not _same(arguments[0] if is_whole and len(arguments) == 1 else arguments, self.passed):
-            raise self._error(f"computes {at}")
-        self._refuse_changes(at)
+        is_whole = self.takes_tuple and len(self.expected_inputs) > 1
+        if not _same(arguments[0] if is_whole and len(arguments) == 1 else arguments, self.expected_inputs):
+            raise self._error(f"computes {place}")
+        self._refuse_changes(place)
 
-    def _after(self, layer: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
+    def _record_result(self, layer: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
         self.num_calls += 1
-        self._leave(result if isinstance(result, tuple) else (result,))
+        self._remember(result if isinstance(result, tuple) else (result,))
 
-    def _leave(self, passed: tuple[Any, ...]) -> None:
+    def _remember(self, expected_inputs: tuple[Any, ...]) -> None:
         """Remember what the next layer must get, and what must not change until then."""
-        self.passed = passed
-        self.versions = [tensor._version for tensor in _tensors(passed)]
+        self.expected_inputs = expected_inputs
+        self.versions = [tensor._version for tensor in _tensors(expected_inputs)]
         self.random = [*random_states(), torch.get_rng_state().tolist()]
 
-    def _refuse_changes(self, at: str) -> None:
-        if self.versions != [tensor._version for tensor in _tensors(self.passed)]:
-            raise self._error(f"computes in place {at}")
+    def _refuse_changes(self, place: str) -> None:
+        if self.versions != [tensor._version for tensor in _tensors(self.expected_inputs)]:
+            raise self._error(f"computes in place {place}")
         if self.random != [*random_states(), torch.get_rng_state().tolist()]:
-            raise self._error(f"draws random numbers {at}")
+            raise self._error(f"draws random numbers {place}")
 
-    def _error(self, what: str) -> NoChainError:
+    def _error(self, deviation: str) -> NoChainError:
         return NoChainError(
             f"{self.name}: expected a forward pass that calls the layers in order, each on the result of the one"
-            f" before, but that of {self.title} {what}; try to move this into a layer"
+            f" before, but that of {self.class_name} {deviation}; try to move this into a layer"
         )
 
 

@@ -30,8 +30,8 @@ from methods.sharding.device_worker import Worker, WorkerOptions
 from methods.sharding.shard import Shard, split
 from methods.sharding.unit import Result, Unit
 
-# matches the errors that tell that the host's simulated memory ran out
-HOST = re.compile("sim (host|pinned)")
+# matches the message of an error that says that the simulated host memory ran out
+HOST_MEMORY_ERROR = re.compile("sim (host|pinned)")
 
 
 class UnitFailure(NamedTuple):
@@ -58,36 +58,36 @@ class Here:
 
     def start(self, unit: Unit, following: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
         started = time.perf_counter()
-        self.done = run_unit(self.worker, unit, following, self.is_alone), time.perf_counter() - started
+        self.last_reply = run_unit(self.worker, unit, following, self.is_alone), time.perf_counter() - started
 
     def reply(self) -> tuple[Result | UnitFailure, float]:
-        return self.done
+        return self.last_reply
 
 
 class Process:
-    """A process of its own, which runs entry(connection, *given) and ends with the call. `module`: the name of a module
-    that this call needs, which is imported once for all such processes. Raises TypeError if an argument cannot be
-    sent."""
+    """A process of its own, which runs entry(connection, *arguments) and ends when this call returns. `module_name`:
+    name of a module that the call needs; the module is imported once for all such processes. Raises TypeError if an
+    argument cannot be sent."""
 
-    def __init__(self, module: str, entry: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, module_name: str, entry: Callable[..., None], *arguments: Any) -> None:
         try:
-            order = ForkingPickler.dumps(
-                (entry, arguments)
-            )  # before the process starts, because this may fail
+            # Pickle the call before the process starts, because pickling may fail.
+            call_bytes = ForkingPickler.dumps((entry, arguments))
         except (AttributeError, pickle.PicklingError) as error:
             raise TypeError(f"expected what another process can be sent, got: {error}") from error
-        # `told` has what the process needs to find the classes of the caller's script, and the key to shared memory.
-        num_known_splits = spawn.get_preparation_data("device")
-        near_end, far_end = socket.socketpair()
-        with far_end:
-            imports = (module, "torch._dynamo")
+        # `preparation` has the key to shared memory, and what the process needs to find the classes of the caller's
+        # script.
+        preparation = spawn.get_preparation_data("device")
+        own_socket, child_socket = socket.socketpair()
+        with child_socket:
+            preload_names = (module_name, "torch._dynamo")
             self.process = fork_server.start(
-                __name__, (1, 2), child_environment(), [far_end.fileno()], imports
+                __name__, (1, 2), child_environment(), [child_socket.fileno()], preload_names
             )
-            print(far_end.fileno(), file=self.process.stdin, flush=True)
-        self.connection = Connection(near_end.detach())
-        self.connection.send(num_known_splits | {"authkey": bytes(num_known_splits["authkey"])})
-        self.connection.send_bytes(order)
+            print(child_socket.fileno(), file=self.process.stdin, flush=True)
+        self.connection = Connection(own_socket.detach())
+        self.connection.send(preparation | {"authkey": bytes(preparation["authkey"])})
+        self.connection.send_bytes(call_bytes)
 
     def close(self) -> None:
         self.connection.close()
@@ -95,16 +95,16 @@ class Process:
 
 
 class Elsewhere(Process):
-    """A device in a process of its own. The process makes its worker by make_worker(*given). `num_threads`: torch's
-    threads in the process. On a CPU this number changes the rounding of sums, so runs that are compared bit by bit need
-    the same number."""
+    """A device in a process of its own. The process makes its worker by make_worker(*arguments). `num_threads`: the
+    number of torch's threads in the process. On a CPU this number changes the rounding of sums, so runs that are
+    compared bit by bit need the same number."""
 
     def __init__(self, make_worker: Callable[..., Any], *arguments: Any, num_threads: int = 1) -> None:
         if num_threads > 1:
             # A process's idle threads must sleep, so that they leave the cores to other processes.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         super().__init__(make_worker.__module__, serve, num_threads, make_worker, *arguments)
-        self.num_known_splits = 0  # number of halved shards that the process was told of
+        self.num_known_splits = 0  # number of halved shards that the process knows of
         self.moved_bytes, self.peaks = 0, dict[str, int]()  # the process's values at its last reply
 
     def ready(self) -> None:
@@ -119,10 +119,10 @@ class Elsewhere(Process):
         self.connection.send_bytes(pickle.dumps((unit, following, splits)))
 
     def reply(self) -> Any:
-        """Wait for the unit's end; return its result or failure, and its seconds. Raises EOFError if the process has
-        died."""
-        left, seconds, self.moved_bytes, self.peaks = pickle.loads(self.connection.recv_bytes())
-        return left, seconds
+        """Wait until the unit has ended; return the unit's result or failure, and the seconds that it took. Raises
+        EOFError if the process has died."""
+        outcome, seconds, self.moved_bytes, self.peaks = pickle.loads(self.connection.recv_bytes())
+        return outcome, seconds
 
 
 def start_processes(
@@ -155,11 +155,12 @@ def shares(names: Sequence[str]) -> list[float]:
     """
     if not (names[0].startswith("cuda") and torch.cuda.is_initialized()):
         return [1.0] * len(names)
-    whole, current = torch.cuda.get_per_process_memory_fraction(), torch.cuda.current_device()
-    left = max(
-        0.0, whole - cuda_budget.LEADING_BYTES / torch.cuda.get_device_properties(current).total_memory
+    default_share, current = torch.cuda.get_per_process_memory_fraction(), torch.cuda.current_device()
+    leading_share = max(
+        0.0,
+        default_share - cuda_budget.LEADING_BYTES / torch.cuda.get_device_properties(current).total_memory,
     )
-    return [left if torch.device(name).index in (None, current) else whole for name in names]
+    return [leading_share if torch.device(name).index in (None, current) else default_share for name in names]
 
 
 def make_worker(
@@ -174,18 +175,21 @@ def make_worker(
             torch.cuda.set_per_process_memory_fraction(share)
         else:
             cap_allocator(options.device_memory, cuda_budget.context_bytes(), device.name.index)
-    lock_homes(device, models)
+    lock_slabs(device, models)
     return Worker(device, models, options)
 
 
-def lock_homes(device: Device, models: list[list[Shard]]) -> None:
-    """Page-lock the models' homes, which processes share, so that a GPU's copies run beside this process."""
+def lock_slabs(device: Device, models: list[list[Shard]]) -> None:
+    """Page-lock the models' slabs in host memory, which processes share, so that a GPU's copies run while this process
+    goes on."""
     if device.name.type != "cuda":
         return
-    homes = (slab.untyped_storage() for shards in models for shard in shards for slab in shard.slabs.values())
-    for home in {home.data_ptr(): home for home in homes}.values():
-        # once for each storage: slabs share storages
-        device.page_lock(home)
+    storages = (
+        slab.untyped_storage() for shards in models for shard in shards for slab in shard.slabs.values()
+    )
+    for storage in {storage.data_ptr(): storage for storage in storages}.values():
+        # Lock each storage only once, because slabs share storages.
+        device.page_lock(storage)
 
 
 def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
@@ -197,22 +201,23 @@ def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
 
 def main() -> None:
     """Entry point of a Process, which reads the file descriptor of its connection from standard input."""
-    connection, this = Connection(int(sys.stdin.readline())), multiprocessing.current_process()
-    this._inheriting = True  # type: ignore[attr-defined]  # without this, a script without a main guard would run again
+    connection, this_process = Connection(int(sys.stdin.readline())), multiprocessing.current_process()
+    # Without this flag, a script without a main guard would run again.
+    this_process._inheriting = True  # type: ignore[attr-defined]
     spawn.prepare(connection.recv())
-    del this._inheriting  # type: ignore[attr-defined]
+    del this_process._inheriting  # type: ignore[attr-defined]
     entry, arguments = connection.recv()
     entry(connection, *arguments)
 
 
 def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *arguments: Any) -> None:
-    """Make a worker by make_worker(*given) and run the units that come over the connection, until the connection is
+    """Make a worker by make_worker(*arguments) and run the units that come over the connection, until the connection is
     closed."""
 
     def reply(
-        left: Any, seconds: float = 0.0, moved_bytes: int = 0, peaks: dict[str, int] | None = None
+        outcome: Any, seconds: float = 0.0, moved_bytes: int = 0, peaks: dict[str, int] | None = None
     ) -> None:
-        connection.send_bytes(pickle.dumps((left, seconds, moved_bytes, peaks or {})))
+        connection.send_bytes(pickle.dumps((outcome, seconds, moved_bytes, peaks or {})))
 
     use_cores(num_threads)
     try:
@@ -226,19 +231,19 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *a
             started = time.perf_counter()
             for model, index in splits:  # halve the shards that the dispatcher has halved, in the same order
                 split(worker.models[model], index)
-            left = run_unit(worker, unit, following)
+            outcome = run_unit(worker, unit, following)
             seconds, device = time.perf_counter() - started, worker.device
-            reply(left, seconds, device.moved_bytes, device_peaks(device.name.type))
+            reply(outcome, seconds, device.moved_bytes, device_peaks(device.name.type))
 
 
 def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | UnitFailure:
     """Run a unit and return its result, or its failure. `is_alone`: True: do not wait for the device, and raise
     failures other than a lack of device memory."""
     try:
-        left = worker.run(unit, following)
-        return left if is_alone else worker.finished(left)
+        outcome = worker.run(unit, following)
+        return outcome if is_alone else worker.finish(outcome)
     except Exception as error:
-        is_memory = isinstance(error, torch.OutOfMemoryError) and not HOST.match(str(error))
+        is_memory = isinstance(error, torch.OutOfMemoryError) and not HOST_MEMORY_ERROR.match(str(error))
         if is_alone and not is_memory:
             raise
         worker.forget(unit)

@@ -22,14 +22,13 @@ class WorkerOptions:
     """How a device runs units."""
 
     double_buffer: bool = True  # True: the device has a second slot, for the next unit's shard
-    intermediates: str = "checkpointed"  # checkpointed: recompute layers; saved: keep graphs on the host
+    # checkpointed: recompute layers; saved: keep the tensors that autograd saves on the host
+    intermediates: str = "checkpointed"
     keeps_random: bool = True  # True: restore the random state for a recompute
-    max_norms: Sequence[
-        float
-    ] = ()  # each model's largest norm of the gradient, where shards clip by themselves
-    device_memory: int | None = (
-        None  # most bytes that a process may take of its device; None: no limit of its own
-    )
+    # each model's largest norm of the gradient, where shards clip by themselves
+    max_norms: Sequence[float] = ()
+    # most bytes that a process may take of its device; None: no limit of its own
+    device_memory: int | None = None
 
 
 class Worker:
@@ -39,7 +38,7 @@ class Worker:
         self.device, self.models, self.options = device, models, options
         self.is_cuda, self.saves = device.name.type == "cuda", options.intermediates == "saved"
         self.rehearses = False
-        # made only when the first unit runs: a unit can report a lack of memory
+        # Slots are made only when the first unit runs, because a unit can report a lack of memory.
         self.slots: list[ShardSlot] = []
         self.num_shards = 0  # number of shards that the slots were made for
         for module in (
@@ -49,7 +48,7 @@ class Worker:
                 setattr(module, name, buffer.to(device.name))
         self.unit: Any = None  # the running unit; None between units
         self.slot: Any = None  # the running unit's slot; None between units
-        # graphs of forward passes, until the backward pass
+        # for each unit, by key_of(): the graph of its forward pass, until the backward pass
         self.graphs: dict[tuple[int, int, int | None], Any] = {}
 
     def _shards(self) -> list[Shard]:
@@ -98,8 +97,8 @@ class Worker:
         self.prefetch(unit)
         self.slot = self._slot_of(self.models[unit.model][unit.shard], unit.version)
         self.unit, self.shard = unit, self.slot.arrive(to_write=unit.kind != FORWARD)
-        # key of the host slab that gets the shard's gradients
-        self.home = "seconds" if unit.part else "grads"
+        # name of the host's slab that gets the shard's gradients
+        self.gradient_slab = "seconds" if unit.part else "grads"
         if following is not None:
             self.prefetch(following)
         # The unit runs with its model's random state. The random state of this process is restored afterwards.
@@ -111,7 +110,7 @@ class Worker:
         self.unit = self.slot = None
         return result._replace(random=random)
 
-    def finished(self, result: Result) -> Result:
+    def finish(self, result: Result) -> Result:
         """Wait until the device has computed the result. Return the result with all tensors on the host, where another
         process can read them."""
         self.device.synchronize()
@@ -161,12 +160,12 @@ class Worker:
     def to_device(self, tensors: Tensors) -> Tensors:
         return map_tensors(lambda t: t.to(self.device.name, non_blocking=True), tensors)
 
-    def _span(self, work: str = "") -> Any:
+    def _compute_span(self, work: str = "") -> Any:
         return self.device.span("compute", work or self.unit.kind, self.shard.name)
 
     def forward(self) -> Result:
         forward = self._forward_saved if self.saves else self._forward
-        with self._span():
+        with self._compute_span():
             y, kept = zip(*map(forward, self.unit.x), strict=True)
         if self.saves:
             self.graphs[key_of(self.unit)] = kept
@@ -185,17 +184,17 @@ class Worker:
 
     def loss(self) -> Result:
         """Run the last shard's forward pass, the loss, and the shard's backward pass."""
-        with self._span():
+        with self._compute_span():
             self._start_gradients()
-            losses, dy = zip(*map(self._loss, self.unit.x, self.unit.targets), strict=True)
-        return self._end(dy)._replace(loss=sum(losses))
+            losses, dy = zip(*map(self._loss_of_micro_batch, self.unit.x, self.unit.targets), strict=True)
+        return self._end_pass(dy)._replace(loss=sum(losses))
 
-    def _loss(self, x: Tensors, targets: Any) -> tuple[Tensor, Tensors]:
+    def _loss_of_micro_batch(self, x: Tensors, targets: Any) -> tuple[Tensor, Tensors]:
         """Run the last shard's forward pass, the loss and the backward pass of a micro-batch. Return the micro-batch's
         share of the loss, and the gradient of the shard's input, on the host. All other tensors are freed on return."""
         *below, last = self.shard.layers
-        start: Sequence[Any]
-        x, start = entered(self.to_device(x))
+        shard_input_grads: Sequence[Any]
+        x, shard_input_grads = start_graph(self.to_device(x))
         (targets,) = self.to_device((targets,))
         kept = []
         with self._saving() if self.saves else torch.no_grad():
@@ -205,70 +204,75 @@ class Worker:
             if self.saves:
                 loss = last(*x, targets)
         if not self.saves:
-            x, dx = entered(x)
+            x, last_input_grads = start_graph(x)
             loss = last(*x, targets)
-        num_shares = len(self.unit.x) * (1 if self.unit.part is None else 2)  # of the whole batch's loss
+        # The loss of the whole batch is the mean of this many losses.
+        num_shares = len(self.unit.x) * (1 if self.unit.part is None else 2)
         if num_shares > 1:
             loss = loss / num_shares
-        after = self.random_state()
+        random_after = self.random_state()
         loss.backward()
         if not self.saves:
-            start = self._down(below, kept, dx)
-            self.set_random(after)
-        return loss.detach(), self.to_host(tuple(start))
+            shard_input_grads = self._backward_layers(below, kept, last_input_grads)
+            self.set_random(random_after)
+        return loss.detach(), self.to_host(tuple(shard_input_grads))
 
     def backward(self) -> Result:
         kept = self.graphs.pop(key_of(self.unit)) if self.saves else zip(*self.unit.kept, strict=True)
-        with self._span():
+        with self._compute_span():
             self._start_gradients()
             dy = [*map(self._backward, kept, self.unit.dy)]
-        return self._end(dy)
+        return self._end_pass(dy)
 
     def _backward(self, kept: Any, dy: Tensors) -> Tensors:
-        """Run the backward pass of a micro-batch. `kept`: what the forward pass kept of it. Return the gradient of the
-        shard's input, on the host."""
-        dx: Sequence[Any]
+        """Run the backward pass of a micro-batch. `kept`: what _forward() or _forward_saved() returned for this
+        micro-batch beside the output. Return the gradient of the shard's input, on the host."""
+        input_grads: Sequence[Any]
         if self.saves:
-            edges, dx = kept
-            differentiate(edges, self.to_device(dy))
+            output_edges, input_grads = kept
+            differentiate(output_edges, self.to_device(dy))
         else:
-            dx = self._down(self.shard.layers, kept, self.to_device(dy))
-        return self.to_host(tuple(dx))
+            input_grads = self._backward_layers(self.shard.layers, kept, self.to_device(dy))
+        return self.to_host(tuple(input_grads))
 
     def update(self) -> Result:
         self._step(self.unit.factor)
         return Result()
 
-    def _down(self, layers: Sequence[nn.Module], kept: Sequence[Kept], dy: Sequence[Any]) -> Sequence[Any]:
+    def _backward_layers(
+        self, layers: Sequence[nn.Module], kept: Sequence[Kept], dy: Sequence[Any]
+    ) -> Sequence[Any]:
         """Recompute and differentiate the layers, last to first. `kept`: each layer's input and random state. Return
         the gradient of the first layer's input."""
         for layer, (x_kept, random) in zip(reversed(layers), reversed(kept), strict=True):
-            x, dx = entered(self.to_device(x_kept))
+            x, input_grads = start_graph(self.to_device(x_kept))
             self.set_random(random)
             y = call(layer, x)
             differentiate([part if needs_grad(part) else None for part in y], dy)
-            dy = dx
+            dy = input_grads
         return dy
 
     def _start_gradients(self) -> None:
         """Set the slot's gradients to zero. For a parameter that later shards share, start from the sum of gradients
         that these shards have copied to the host."""
         self.slot.slabs["grads"].zero_()
-        if self.shard.sums:
-            homes = [self.shard.lenders.get(name, self.shard) for name in self.shard.sums]
-            for event in {id(home.landed): home.landed for home in homes if home.landed is not None}.values():
+        if self.shard.summed_names:
+            home_shards = [self.shard.lenders.get(name, self.shard) for name in self.shard.summed_names]
+            events = [home_shard.offload_event for home_shard in home_shards]
+            for event in {id(event): event for event in events if event is not None}.values():
                 self.device.compute.wait_event(event)
             pairs = [
-                (self.slot.view(name, "grads"), self.shard.at_home(name, self.home))
-                for name in self.shard.sums
+                (self.slot.view(name, "grads"), self.shard.at_home(name, self.gradient_slab))
+                for name in self.shard.summed_names
             ]
             copy_all(pairs)
             self.device.moved_bytes += num_bytes(pairs)
 
-    def _end(self, dy: Sequence[Tensors]) -> Result:
+    def _end_pass(self, dy: Sequence[Tensors]) -> Result:
         """If the update is a later unit, copy the gradients to the host; if not, update the shard now. Return the
         unit's result. `dy`: the gradients of the shard's inputs, on the host. Raises ValueError if a parameter got no
-        gradient, which an optimizer would leave alone; here it would decay."""
+        gradient: an optimizer would leave such a parameter alone, but here the gradient is zero, and the weight would
+        decay."""
         if names := self.shard.without_gradient():
             raise ValueError(
                 f"expected a gradient for each parameter in each batch, got none for {', '.join(names)}; try"
@@ -292,7 +296,7 @@ class Worker:
 
     def _offload(self, parts: Sequence[str], names: Iterable[str] = ()) -> None:
         if not self.unit.rehearses:
-            self.slot.offload(parts, names, self.home)
+            self.slot.offload(parts, names, self.gradient_slab)
 
     def _step(self, factor: Tensor | None) -> None:
         """Run one optimizer step on the shard's own parameters, with gradients times `factor` (None: 1). Copy weights
@@ -301,7 +305,7 @@ class Worker:
         if shard.trained:
             if factor is not None:
                 factor = factor.to(self.device.name, non_blocking=True)
-            with self._span("update"):
+            with self._compute_span("update"):
                 is_first = self.unit.version.home == 0
                 shard.step(slot.slabs["states"], factor, self.unit.learning_rate, is_first=is_first)
             self._offload(["weights", "states"])
@@ -311,13 +315,15 @@ class Worker:
     def _forward_saved(self, x: Tensors) -> tuple[Tensors, Any]:
         """Run the forward pass of a micro-batch and keep autograd's graph for the backward pass: the graph stays in
         this process, and the tensors that the graph saves go to the host. Return the output, and what _backward() needs
-        of the graph."""
+        of the graph: the output's edges, and the list that will hold the gradients of the inputs."""
         with torch.enable_grad(), self._saving():
-            x, dx = entered(self.to_device(x))
+            x, input_grads = start_graph(self.to_device(x))
             for layer in self.shard.layers:
                 x = call(layer, x)
-            edges = [torch.autograd.graph.get_gradient_edge(part) if needs_grad(part) else None for part in x]
-        return self.to_host(map_tensors(Tensor.detach, x)), (edges, dx)
+            output_edges = [
+                torch.autograd.graph.get_gradient_edge(part) if needs_grad(part) else None for part in x
+            ]
+        return self.to_host(map_tensors(Tensor.detach, x)), (output_edges, input_grads)
 
     def _saving(self) -> Any:
         """Return a context in which the tensors that autograd saves are kept on the host. A saved weight is not copied:
@@ -341,14 +347,14 @@ class Worker:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class _Start(torch.autograd.Function):
+class _GraphStart(torch.autograd.Function):
     """The first node of a graph. The node passes the input on and, in the backward pass, keeps the input's gradient,
-    but not the input. The gradient of a leaf would be laid out as the leaf is, and what is computed from it be rounded
-    otherwise."""
+    but not the input. If the input were a leaf, autograd would lay out the gradient as the leaf is laid out, and
+    results computed from that gradient would be rounded otherwise."""
 
     @staticmethod
-    def forward(ctx: Any, dx: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
-        ctx.dx = dx
+    def forward(ctx: Any, input_grads: list[Tensor | None], anchor: Tensor, *x: Any) -> Tensors:
+        ctx.input_grads = input_grads
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(part for part in x if isinstance(part, Tensor) and not has_gradient(part))
@@ -356,18 +362,18 @@ class _Start(torch.autograd.Function):
         return map_tensors(lambda t: t.view_as(t), x)
 
     @staticmethod
-    def backward(ctx: Any, *dx: Any) -> Any:
-        ctx.dx[:] = dx
-        return (None, None, *(None for _ in dx))
+    def backward(ctx: Any, *input_grads: Any) -> Any:
+        ctx.input_grads[:] = input_grads
+        return (None, None, *(None for _ in input_grads))
 
 
-def entered(x: Tensors) -> tuple[Tensors, list[Tensor | None]]:
-    """Return the same tensors at the start of a new graph, and a list that will hold the gradient of each one after the
-    backward pass; None: it has no gradient."""
+def start_graph(x: Tensors) -> tuple[Tensors, list[Tensor | None]]:
+    """Return the same tensors at the start of a new graph, and a list that will hold the gradient of each tensor after
+    the backward pass; None: the tensor has no gradient."""
     anchor = torch.zeros((), requires_grad=True)
-    dx: list[Tensor | None] = [None] * len(x)
+    input_grads: list[Tensor | None] = [None] * len(x)
     with torch.enable_grad():
-        return _Start.apply(dx, anchor, *map_tensors(Tensor.detach, x)), dx
+        return _GraphStart.apply(input_grads, anchor, *map_tensors(Tensor.detach, x)), input_grads
 
 
 def key_of(unit: Unit) -> tuple[int, int, int | None]:
@@ -375,8 +381,8 @@ def key_of(unit: Unit) -> tuple[int, int, int | None]:
 
 
 def differentiate(roots: Sequence[Any], dy: Sequence[Any]) -> None:
-    """Run the backward pass from `roots`, tensors or edges of a graph, with their gradients in `dy`. A pair whose
-    root or gradient is None is left out."""
+    """Run the backward pass from `roots`, tensors or edges of a graph, with the roots' gradients in `dy`. Leave out
+    each pair of root and gradient in which one is None."""
     pairs = [
         (root, grad) for root, grad in zip(roots, dy, strict=True) if root is not None and grad is not None
     ]

@@ -1,5 +1,5 @@
-"""The dispatcher gives each free device a unit of the waiting model that the policy picks, and a hint: the unit that
-the device will probably run next.
+"""The dispatcher gives each free device the next unit of the waiting model that the policy picks, and a hint: the
+unit that the device will probably run after this one.
 
 A single device runs in this process; several devices run in processes that share the models' slabs in host memory. A
 hint only makes the device prefetch: when the device is free, it still takes the waiting model that the policy picks
@@ -23,7 +23,7 @@ from methods.sharding.task import Task
 from methods.sharding.unit import FORWARD, Unit
 
 
-class Turned(NamedTuple):
+class TimelineUnit(NamedTuple):
     """A unit that has run. `start` and `end`: seconds since the run began."""
 
     model: int
@@ -53,13 +53,15 @@ class Dispatcher:
         self.tasks = [*tasks, *(task.twin for task in tasks if task.twin)]
         self.devices, self.policy, self.key = list(devices), policy, key_of(policy)
         self.most_ahead = most_ahead
-        self.held: list[Task] = []  # tasks that have ended a minibatch and not yet started the next one
-        self.numbers = {device: number for number, device in enumerate(devices)}
+        self.between_batches: list[
+            Task
+        ] = []  # tasks that have ended a minibatch and not yet started the next one
+        self.device_numbers = {device: number for number, device in enumerate(devices)}
         self.draw, self.arrivals = random.Random(0).random, count()
         self.waiting: dict[Task, tuple[int, float]] = {}
         self.running: dict[Any, tuple[Task, Unit, float]] = {}
         self.hints: dict[Any, Task] = {}
-        self.timeline: list[Turned] = []
+        self.timeline: list[TimelineUnit] = []
         self.chains: dict[Task, list[float]] = {}  # seconds of the units that each task has run, in order
         self.room = math.inf  # most bytes that a shard may take in a slot; larger shards are halved
         self.splits = list(splits)
@@ -67,21 +69,25 @@ class Dispatcher:
     def run(self) -> Iterator[tuple[Task, Step]]:
         """Run every task to its end; yield a task's step when the step's last unit is done. A failed unit ends only its
         own task. On a device with is_alone, a failure other than a lack of device memory is raised."""
-        idle, self.held, self.began = list(self.devices), list(self.tasks), time.perf_counter()
+        idle_devices, self.between_batches, self.began = (
+            list(self.devices),
+            list(self.tasks),
+            time.perf_counter(),
+        )
         while True:
-            self._release()
-            idle = [device for device in idle if not self._start(device)]
+            self._start_minibatches()
+            idle_devices = [device for device in idle_devices if not self._start(device)]
             if not self.running:
                 for task in self.waiting:
                     task.fail("no device is left to run this model")
                 return
-            for device in self._ready():
+            for device in self._ready_devices():
                 task, unit, started = self.running.pop(device)
-                step = self._take(device, task, unit, started)
+                step = self._take_reply(device, task, unit, started)
                 if device in self.devices:
-                    idle.append(device)
+                    idle_devices.append(device)
                 if step is not None:
-                    self.held.append(task)
+                    self.between_batches.append(task)
                     yield task, step
 
     @property
@@ -89,7 +95,7 @@ class Dispatcher:
         """Return the number of rounds that every model has finished. Models that failed are left out."""
         return min((task.rounds for task in self.tasks if not task.failure), default=0)
 
-    def _release(self) -> None:
+    def _start_minibatches(self) -> None:
         """Start the next minibatch of every held task that is not too far ahead of the slowest task. Then make every
         task with a unit to run wait for a device.
 
@@ -97,10 +103,10 @@ class Dispatcher:
         share their data, and the training ends when the data ends.
         """
         slowest = self.rounds
-        for task in list(self.held):
+        for task in list(self.between_batches):
             may_ask = task.batches_left > 0 or math.isinf(self.most_ahead)
             if task.rounds - slowest <= (self.most_ahead if may_ask else 0):
-                self.held.remove(task)
+                self.between_batches.remove(task)
                 task.start()
         running = [task for task, *_ in self.running.values()]
         for task in self.tasks:
@@ -109,24 +115,26 @@ class Dispatcher:
             elif task.next_unit is not None and task not in self.waiting and task not in running:
                 self.waiting[task] = (next(self.arrivals), self.draw())
 
-    def _first(self, device: Any, shunned: Sequence[Task] = ()) -> Task | None:
-        fit = [task for task in self.waiting if task.device in (None, device) and task not in shunned]
+    def _best_waiting(self, device: Any, hinted_tasks: Sequence[Task] = ()) -> Task | None:
+        candidates = [
+            task for task in self.waiting if task.device in (None, device) and task not in hinted_tasks
+        ]
         return min(
-            fit, default=None, key=lambda t: (self.key(t.remaining, *self.waiting[t]), self.waiting[t])
+            candidates, default=None, key=lambda t: (self.key(t.remaining, *self.waiting[t]), self.waiting[t])
         )
 
     def _start(self, device: Any) -> bool:
-        task = self._first(device)
+        task = self._best_waiting(device)
         if task is None:
             return False
         unit = task.next_unit
         assert unit is not None
         del self.waiting[task]
         self.hints.pop(device, None)
-        other = self._first(device, [*self.hints.values()])
+        next_task = self._best_waiting(device, [*self.hints.values()])
         following = task.hint(ahead=1)
-        if other is not None:
-            following, self.hints[device] = other.hint(), other
+        if next_task is not None:
+            following, self.hints[device] = next_task.hint(), next_task
         if unit.kind == FORWARD and task.keeps_graphs:
             task.device = device
         self.running[device] = (task, unit, time.perf_counter() - self.began)
@@ -134,36 +142,38 @@ class Dispatcher:
         device.num_known_splits = len(self.splits)
         return True
 
-    def _ready(self) -> list[Any]:
-        local = [device for device in self.running if device.connection is None]
-        if local:
-            return local
+    def _ready_devices(self) -> list[Any]:
+        local_devices = [device for device in self.running if device.connection is None]
+        if local_devices:
+            return local_devices
         connections = {device.connection: device for device in self.running}
         return [connections[connection] for connection in wait(list(connections))]  # type: ignore[index]
 
-    def _take(self, device: Any, task: Task, unit: Unit, started: float) -> Step | None:
+    def _take_reply(self, device: Any, task: Task, unit: Unit, started: float) -> Step | None:
         try:
-            left, seconds = device.reply()
+            outcome, seconds = device.reply()
         except (EOFError, OSError):
             self.devices.remove(device)
             device.close()
-            left, seconds = (
+            outcome, seconds = (
                 UnitFailure(f"the process of its device ended with code {device.process.wait()}"),
                 0.0,
             )
         now = time.perf_counter() - self.began
-        self.timeline.append(Turned(task.model, unit.shard, unit.kind, self.numbers[device], started, now))
+        self.timeline.append(
+            TimelineUnit(task.model, unit.shard, unit.kind, self.device_numbers[device], started, now)
+        )
         if task.failure:  # the twin, which trains the other half, has failed while this unit ran
             return None
         self.chains.setdefault(task, []).append(now - started)
-        if not isinstance(left, UnitFailure):
-            step = task.advance(left, seconds)
+        if not isinstance(outcome, UnitFailure):
+            step = task.advance(outcome, seconds)
             if task.can_split:
-                self._fit(task)
+                self._halve_larger(task)
             return step
-        if not (left.is_memory and self._halve(task, unit)):
-            task.fail(left.text)
-            task.lacks_memory = left.is_memory
+        if not (outcome.is_memory and self._halve(task, unit)):
+            task.fail(outcome.text)
+            task.lacks_memory = outcome.is_memory
         return None
 
     def _halve(self, task: Task, unit: Unit) -> bool:
@@ -179,25 +189,27 @@ class Dispatcher:
         running = [other for other, *_ in self.running.values()]
         for other in tasks:
             if other not in running:
-                self._fit(other)
+                self._halve_larger(other)
         return True
 
     def halve_all(self) -> bool:
         """Lower `room` and halve all shards that are larger than `room`. Call this only while no unit runs. Return
         False if no shard can be halved."""
-        able = self._lower_room(self.tasks)
+        is_possible = self._lower_room(self.tasks)
         for task in self.tasks:
-            self._fit(task)
-        return able
+            self._halve_larger(task)
+        return is_possible
 
     def _lower_room(self, tasks: Sequence[Task]) -> bool:
         """Lower `room` to half the bytes of the largest shard that can be halved. Return False if there is no such
         shard."""
-        sizes = [shard.slot_bytes for task in tasks for shard in task.shards if len(shard.layers) > 1]
-        self.room = max(sizes, default=0) // 2
-        return bool(sizes)
+        divisible_bytes = [
+            shard.slot_bytes for task in tasks for shard in task.shards if len(shard.layers) > 1
+        ]
+        self.room = max(divisible_bytes, default=0) // 2
+        return bool(divisible_bytes)
 
-    def _fit(self, task: Task) -> None:
+    def _halve_larger(self, task: Task) -> None:
         """Halve the task's shards until each takes at most `room` bytes or has a single layer."""
         index = 0
         while index < len(task.shards) and self.room < math.inf:
@@ -217,15 +229,18 @@ class Dispatcher:
         """
         if len(self.chains) < 2:
             return {}
-        makespan, num_devices = max(turned.end for turned in self.timeline), len(self.numbers)
+        makespan, num_devices = (
+            max(timeline_unit.end for timeline_unit in self.timeline),
+            len(self.device_numbers),
+        )
         bound = lower_bound(list(self.chains.values()), num_devices)
-        busy = sum(map(sum, self.chains.values()))
+        busy_seconds = sum(map(sum, self.chains.values()))
         return {
             **self._predicted(num_devices),
             "makespan_seconds": makespan,
             "lower_bound_seconds": bound,
             "ratio": makespan / bound,
-            "utilization": busy / (num_devices * makespan),
+            "utilization": busy_seconds / (num_devices * makespan),
         }
 
     def _predicted(self, num_devices: int) -> dict[str, float]:
@@ -235,16 +250,16 @@ class Dispatcher:
         """
         chains = []
         for task, seconds in self.chains.items():
-            per_round, rest = divmod(len(seconds), max(1, task.rounds))
-            if rest or task.failure or task.rounds < 3 or self.splits:
+            per_round, remainder = divmod(len(seconds), max(1, task.rounds))
+            if remainder or task.failure or task.rounds < 3 or self.splits:
                 return {}
             chains.append(seconds[:per_round] + seconds[per_round : 2 * per_round] * (task.rounds - 1))
         return {"predicted_makespan_seconds": simulate(chains, num_devices, self.policy).makespan}
 
     def shares(self) -> list[float]:
         """Return, for each model, the time of its units as a share of all devices' time since the run began."""
-        spent = [0.0] * len({task.model for task in self.tasks})
-        for turned in self.timeline:
-            spent[turned.model] += turned.end - turned.start
-        end = max((turned.end for turned in self.timeline), default=0.0)
-        return [seconds / (len(self.numbers) * end) if end else 0.0 for seconds in spent]
+        unit_seconds = [0.0] * len({task.model for task in self.tasks})
+        for timeline_unit in self.timeline:
+            unit_seconds[timeline_unit.model] += timeline_unit.end - timeline_unit.start
+        end = max((timeline_unit.end for timeline_unit in self.timeline), default=0.0)
+        return [seconds / (len(self.device_numbers) * end) if end else 0.0 for seconds in unit_seconds]

@@ -18,7 +18,7 @@ from harness.devices.streams import Device
 from harness.models.gpt import DTYPES, adamw, initialize
 from harness.models.model import new_chain
 from methods.sharding.optimizer import MASTER
-from methods.sharding.shard import NamedLayer, Shard, cut, settle
+from methods.sharding.shard import NamedLayer, Shard, allocate_slabs, cut
 from methods.sharding.task import Task
 
 
@@ -30,8 +30,8 @@ def layers(workload: Workload) -> list[NamedLayer]:
     pairs = zip(new_chain(workload), [anatomy.ends_prefix, *names, anatomy.ends_prefix], strict=True)
     dtype = DTYPES[workload.dtype]
     return [
-        NamedLayer(m.to(dtype), {name: prefix + name for name, _ in m.named_parameters()})
-        for m, prefix in pairs
+        NamedLayer(module.to(dtype), {name: prefix + name for name, _ in module.named_parameters()})
+        for module, prefix in pairs
     ]
 
 
@@ -42,7 +42,7 @@ def at_home(
     each shard. `is_shared`: True if several processes use the memory. `in_halves`: True: also make room for the
     gradients of each batch's second half."""
     shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
-    settle(
+    allocate_slabs(
         shards,
         None if is_shared else lambda size: device.room(size, torch.uint8, host=True),
         in_halves=in_halves,
@@ -70,13 +70,13 @@ def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState
 
 
 def parts(
-    batches: Iterable[tuple[Tensor, Tensor]], number: int, *, to_host: bool
+    batches: Iterable[tuple[Tensor, Tensor]], num_parts: int, *, to_host: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each batch in `number` parts, one after the other. `to_host`: first copy the batch to the host, where other
     processes can read it."""
     for inputs, targets in batches:
         pair = (inputs.cpu(), targets.cpu()) if to_host else (inputs, targets)
-        yield from zip(*(tokens.chunk(number) for tokens in pair), strict=True)
+        yield from zip(*(tokens.chunk(num_parts) for tokens in pair), strict=True)
 
 
 def batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
@@ -93,15 +93,15 @@ def random_state(workload: Workload, device: str) -> Any:
     return torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
 
 
-def device_names(device: str, number: int) -> list[str]:
+def device_names(device: str, num_devices: int) -> list[str]:
     """Return torch's names of `number` devices. Raises Unavailable if there are fewer devices, or for sim."""
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
-    if device == "cuda" and torch.cuda.device_count() < number:
+    if device == "cuda" and torch.cuda.device_count() < num_devices:
         raise Unavailable(
-            f"--devices: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {number}"
+            f"--devices: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {num_devices}"
         )
-    return [f"cuda:{index}" if device == "cuda" else device for index in range(number)]
+    return [f"cuda:{index}" if device == "cuda" else device for index in range(num_devices)]
 
 
 def raise_failures(tasks: Sequence[Task]) -> None:

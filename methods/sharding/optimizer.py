@@ -21,8 +21,8 @@ def state_tensors(
 ) -> dict[str, States]:
     """Return the states that the optimizer keeps for each weight, as meta tensors, which have no memory. The states are
     found by a step on the meta device or, if the optimizer reads values in a step, on the host, weight by weight.
-    `mixed`: True: add an fp32 master. Raises ValueError if the optimizer keeps values that are not tensors, or values
-    that are not of one parameter, because each shard has an optimizer of its own.
+    `mixed`: True: add an fp32 master. Each shard has an optimizer of its own. Therefore raises ValueError if the
+    optimizer keeps values that are not tensors, or values that several parameters share.
     """
     parameters = {}
     for name, weight in weights.items():
@@ -31,17 +31,17 @@ def state_tensors(
     if not weights:
         return {}
     try:
-        kept = _stepped(make_optimizer, list(parameters.values()))
+        state_rows = _stepped(make_optimizer, list(parameters.values()))
     except RuntimeError:
-        kept = []
+        state_rows = []
         for parameter in parameters.values():
             with_memory = nn.Parameter(torch.ones_like(parameter, device="cpu"))
-            kept += [
+            state_rows += [
                 {key: value.to("meta") for key, value in _stepped(make_optimizer, [with_memory])[0].items()}
             ]
     return {
         name: ({MASTER: parameter.detach()} if mixed else {}) | states
-        for (name, parameter), states in zip(parameters.items(), kept, strict=True)
+        for (name, parameter), states in zip(parameters.items(), state_rows, strict=True)
     }
 
 
@@ -50,35 +50,38 @@ def _stepped(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> l
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer = make_optimizer(list(parameters))
-    title, groups = type(optimizer).__name__, optimizer.param_groups
+    class_name, groups = type(optimizer).__name__, optimizer.param_groups
     if sorted(id(p) for group in groups for p in group["params"]) != sorted(map(id, parameters)):
         raise ValueError(
-            f"{title}: expected an optimizer of the parameters that it is given, got other parameters"
+            f"{class_name}: expected an optimizer of the parameters that it is given, got other parameters"
         )
     if hooks_of_step(optimizer):
         raise ValueError(
-            f"{title}: expected an optimizer without hooks of its step(), which takes a shard at a time"
+            f"{class_name}: expected an optimizer without hooks of its step(), which takes a shard at a time"
         )
     for group in groups:  # torch's fused, foreach and capturable steps do not run on the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
-    before = _values(optimizer)
+    values_before = _values(optimizer)
     try:
         optimizer.step()
     except TypeError as error:
         raise ValueError(
-            f"{title}: expected an optimizer whose step() takes no arguments: {error}"
+            f"{class_name}: expected an optimizer whose step() takes no arguments: {error}"
         ) from error
-    if before != _values(optimizer):
-        raise ValueError(f"{title}: expected states of single parameters, got values that all of them share")
+    if values_before != _values(optimizer):
+        raise ValueError(
+            f"{class_name}: expected states of single parameters, got values that all of them share"
+        )
     for states in optimizer.state.values():
         for key, value in states.items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"{title}: expected only tensors as state, got {key}")
+                raise ValueError(f"{class_name}: expected only tensors as state, got {key}")
     return [optimizer.state[parameter] for parameter in parameters]
 
 
 def _values(optimizer: torch.optim.Optimizer) -> list[object]:
-    """Return the values that an optimizer keeps for all parameters together: its groups' and its own."""
+    """Return the values that an optimizer keeps for all parameters together: those of its groups, and its
+    own attributes."""
     attributes = {
         key: value for key, value in vars(optimizer).items() if isinstance(value, int | float | str)
     }
@@ -96,18 +99,22 @@ def step(
     In the first step the optimizer makes its own states, outside of the slot, and these are copied into the slot. To
     keep few states outside at once, the first step updates one parameter at a time.
     """
-    passed_states = [dict(state) for state in states] if is_first else with_numbers_on_host(optimizer, states)
-    triples = zip(parameters, states, passed_states, strict=True)
-    rows = [(parameter, parameter.grad, state, passed) for parameter, state, passed in triples]
+    step_states_list = (
+        [dict(state) for state in states] if is_first else with_numbers_on_host(optimizer, states)
+    )
+    triples = zip(parameters, states, step_states_list, strict=True)
+    update_rows = [
+        (parameter, parameter.grad, state, step_states) for parameter, state, step_states in triples
+    ]
     for parameter in parameters:
         parameter.grad = None  # the optimizer skips a parameter without a gradient
-    for together in [[row] for row in rows] if is_first else [rows]:
-        for parameter, grad, _, passed in together:
+    for rows_at_once in [[update_row] for update_row in update_rows] if is_first else [update_rows]:
+        for parameter, grad, _, step_states in rows_at_once:
             parameter.grad = grad
             if not is_first:
-                optimizer.state[parameter] = passed
+                optimizer.state[parameter] = step_states
         optimizer.step()
-        for parameter, _, state, _ in together:
+        for parameter, _, state, _ in rows_at_once:
             parameter.grad = None
             _keep(optimizer.state.pop(parameter, {}), state)
 
@@ -130,10 +137,10 @@ def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States])
 
 
 def _keep(new_states: States, states: States) -> None:
-    """Copy a parameter's states, which the optimizer made, into the slot's tensors `states`. A state that is already in
-    the slot is not copied."""
+    """Copy a parameter's states from `new_states`, the tensors that the optimizer has, to `states`, the tensors in the
+    slot. A state that is the slot's own tensor is not copied."""
     with torch.no_grad():
         for key, value in new_states.items():
             if value is not states[key]:
-                # the host reads single numbers at once: wait
+                # Wait for the copy of a single number, because the host reads it at once.
                 states[key].copy_(value, non_blocking=not value.dim())

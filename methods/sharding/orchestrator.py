@@ -32,9 +32,9 @@ from harness.devices.budgets import capped
 from harness.devices.room import room_within
 from harness.devices.streams import Device
 from methods.sharding.chain_check import refuse_other_than_chain
-from methods.sharding.device_process import Here, lock_homes, start_processes
+from methods.sharding.device_process import Here, lock_slabs, start_processes
 from methods.sharding.device_worker import Worker, WorkerOptions
-from methods.sharding.dispatch import Dispatcher, Turned
+from methods.sharding.dispatch import Dispatcher, TimelineUnit
 from methods.sharding.partition import longest_runs, run_sizes
 from methods.sharding.rehearsal import foretold_bytes, foretold_elsewhere, rehearse
 from methods.sharding.scheduler import key_of
@@ -69,7 +69,7 @@ class ModelTask:
     seed: int = 0  # seed of the model's own random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)
     # set by first_batch(): the first batch, and an iterator over the rest
-    begun: Any = field(default=None, init=False)
+    started_loader: Any = field(default=None, init=False)
     failure: str = field(default="", init=False)  # the traceback that ended the task; "": it did not fail
 
     def __post_init__(self) -> None:
@@ -89,21 +89,21 @@ class ModelTask:
 
     def first_batch(self) -> Sequence[Any]:
         """Return the first batch; batches() will still yield it. Raises ValueError if the dataloader is empty."""
-        if self.begun is None:
+        if self.started_loader is None:
             rest = iter(self.dataloader)
-            self.begun = next(rest, None), rest
-        if self.begun[0] is None:
+            self.started_loader = next(rest, None), rest
+        if self.started_loader[0] is None:
             raise ValueError(f"{self.name}: expected batches from the dataloader, got none")
-        if not isinstance(self.begun[0], tuple | list) or len(self.begun[0]) != 2:
+        if not isinstance(self.started_loader[0], tuple | list) or len(self.started_loader[0]) != 2:
             raise ValueError(
                 f"{self.name}: expected batches that are pairs of inputs and targets, got a"
-                f" {type(self.begun[0]).__name__}; try (batch, batch[...])"
+                f" {type(self.started_loader[0]).__name__}; try (batch, batch[...])"
             )
-        return self.begun[0]
+        return self.started_loader[0]
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         for _ in range(self.epochs):
-            (*first, rest), self.begun = self.begun or (iter(self.dataloader),), None
+            (*first, rest), self.started_loader = self.started_loader or (iter(self.dataloader),), None
             yield from itertools.chain(first, rest)
 
     @property
@@ -127,7 +127,7 @@ def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
     numbers = itertools.count()
 
     @functools.wraps(init)
-    def named(self: ModelTask, *args: Any, **settings: Any) -> None:
+    def with_name(self: ModelTask, *args: Any, **settings: Any) -> None:
         if args and isinstance(args[0], nn.Module):
             args = (f"model {next(numbers)}", *args)
         if "partitioner" in settings:
@@ -136,7 +136,7 @@ def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
             )
         init(self, *args, **settings)
 
-    return named
+    return with_name
 
 
 ModelTask.__init__ = _names_itself(ModelTask.__init__)  # type: ignore[method-assign]
@@ -148,7 +148,7 @@ class Report:
     ratios. `timeline`: all units that ran."""
 
     summary: dict[str, float]
-    timeline: list[Turned]
+    timeline: list[TimelineUnit]
     failures: dict[str, str]  # the traceback of each task that failed, by the task's name
 
 
@@ -245,9 +245,9 @@ class ModelOrchestrator:
         """
         for name in self.devices:
             kind, index = name.partition(":")[::2]
-            if kind == "cuda" and int(index or 0) >= (seen := torch.cuda.device_count()):
+            if kind == "cuda" and int(index or 0) >= (num_visible := torch.cuda.device_count()):
                 raise ValueError(
-                    f"devices: expected one of the {seen} GPUs that torch sees, got {name}; try cpu"
+                    f"devices: expected one of the {num_visible} GPUs that torch sees, got {name}; try cpu"
                 )
         self._read_settings()
         self.models = self._cut(self._lengths())
@@ -268,9 +268,11 @@ class ModelOrchestrator:
         if every model clips shard by shard."""
         if not self.hybrid or len(self.tasks) >= len(self.devices):
             return None
-        able = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
+        splittable = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
         lengths = [sum(shard.num_bytes("weights") for shard in shards) for shards in self.models]
-        return max(able, key=lambda number: lengths[number] * self.tasks[number].num_batches, default=None)
+        return max(
+            splittable, key=lambda number: lengths[number] * self.tasks[number].num_batches, default=None
+        )
 
     def _cut(self, lengths: Sequence[Sequence[int]]) -> list[list[Shard]]:
         """Return each model's shards. `lengths`: for each model, the number of layers of each shard."""
@@ -350,7 +352,7 @@ class ModelOrchestrator:
             if len(self.devices) == 1:
                 device = stack.enter_context(Device(self.devices[0]))
                 stack.enter_context(capped(device.name, self.device_memory))
-                lock_homes(device, self.models)
+                lock_slabs(device, self.models)
                 devices: list[Any] = [Here(Worker(device, self.models, self.options))]
             else:
                 devices = start_processes(self.devices, self.models, self.options, stack)
@@ -358,18 +360,18 @@ class ModelOrchestrator:
             if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
                 batches = [task.first_batch() for task in self.tasks]
                 devices, splits = rehearse(self.models, batches, self.trainings, devices)
-            chains = list(map(self._chain, range(len(self.tasks))))
-            dispatcher = Dispatcher(chains, devices, self.policy, splits=splits)
-            tell = _Progress(self.tasks)
+            chain_tasks = list(map(self._chain, range(len(self.tasks))))
+            dispatcher = Dispatcher(chain_tasks, devices, self.policy, splits=splits)
+            print_progress = _Progress(self.tasks)
             for chain, step in dispatcher.run():
                 self.tasks[chain.model].losses.append(step.loss.item())
                 if self.verbose:
-                    tell(self.tasks[chain.model])
-        return Report(dispatcher.summary(), dispatcher.timeline, self._failures(chains))
+                    print_progress(self.tasks[chain.model])
+        return Report(dispatcher.summary(), dispatcher.timeline, self._failures(chain_tasks))
 
-    def _failures(self, chains: Sequence[Task]) -> dict[str, str]:
+    def _failures(self, chain_tasks: Sequence[Task]) -> dict[str, str]:
         """Return the traceback of each model that failed, by name, and print its last line."""
-        for task, chain in zip(self.tasks, chains, strict=True):
+        for task, chain in zip(self.tasks, chain_tasks, strict=True):
             task.failure = chain.failure
             if task.failure:
                 print(f"{task.name} ended early: {task.failure.strip().splitlines()[-1]}", file=sys.stderr)
@@ -402,12 +404,12 @@ class ModelOrchestrator:
         The GPU's state is composed here byte by byte, of the seed and an offset of 0. torch's own generator would make
         a CUDA context for this process, whose memory another process needs.
         """
-        on_gpu = None
+        gpu_state = None
         if self._on_gpu:
-            on_gpu = torch.frombuffer(
+            gpu_state = torch.frombuffer(
                 bytearray((seed % 2**64).to_bytes(8, "little") + bytes(8)), dtype=torch.uint8
             )
-        return torch.Generator().manual_seed(seed).get_state(), on_gpu
+        return torch.Generator().manual_seed(seed).get_state(), gpu_state
 
 
 class _Progress:
@@ -418,15 +420,15 @@ class _Progress:
         self.tasks, self.last_line = tasks, time.monotonic()
 
     def __call__(self, last: ModelTask) -> None:
-        done, total = (
+        num_done, total = (
             sum(len(task.losses) for task in self.tasks),
             sum(task.num_batches for task in self.tasks),
         )
-        if done == total or time.monotonic() > self.last_line + SECONDS_A_LINE:
+        if num_done == total or time.monotonic() > self.last_line + SECONDS_A_LINE:
             self.last_line = time.monotonic()
             last_step = f"{last.name} {len(last.losses)} of {last.num_batches}, loss {last.losses[-1]:.4g}"
             print(
-                f"{done} of {total} steps of {len(self.tasks)} models; {last_step}",
+                f"{num_done} of {total} steps of {len(self.tasks)} models; {last_step}",
                 file=sys.stderr,
                 flush=True,
             )

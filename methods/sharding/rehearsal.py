@@ -21,7 +21,7 @@ from harness.devices.streams import Device
 from methods.sharding.device_process import Here, Process
 from methods.sharding.device_worker import Worker, WorkerOptions
 from methods.sharding.dispatch import Dispatcher
-from methods.sharding.shard import Shard, settle
+from methods.sharding.shard import Shard, allocate_slabs
 from methods.sharding.task import Task, TaskSettings
 from methods.sharding.unit import map_tensors
 
@@ -77,15 +77,15 @@ def foretold_bytes(
     the models' code does not run on tensors without memory."""
     try:
         with without_memory() as tracker, Device("sim") as device:
-            every = [shard for shards in models for shard in shards]
-            settle(every, lambda size: torch.zeros(size, dtype=torch.uint8))
-            for shard in every:
+            all_shards = [shard for shards in models for shard in shards]
+            allocate_slabs(all_shards, lambda size: torch.zeros(size, dtype=torch.uint8))
+            for shard in all_shards:
                 for module in (module for layer in shard.layers for module in layer.modules()):
                     for name, buffer in module.named_buffers(recurse=False):
                         setattr(module, name, _without_memory(buffer))
             worker = Worker(device, models, dataclasses.replace(options, keeps_random=False))
-            empty = [map_tensors(_without_memory, batch) for batch in batches]
-            dispatcher = Dispatcher(_tasks(models, empty, settings), [Here(worker)])
+            batches_without_memory = [map_tensors(_without_memory, batch) for batch in batches]
+            dispatcher = Dispatcher(_tasks(models, batches_without_memory, settings), [Here(worker)])
             for _ in dispatcher.run():
                 pass
             return None if any(task.failure for task in dispatcher.tasks) else tracker.stats()["device_peak"]
@@ -101,9 +101,9 @@ def foretold_elsewhere(
 ) -> int | None:
     """Return foretold_bytes() from a process of its own. A process that foretells gives torch a device called sim, and
     can then use no GPU. Return None, too, if that process does not find the classes of the models."""
-    empty = [map_tensors(lambda tensor: tensor.to("meta"), batch) for batch in batches]
+    batches_without_memory = [map_tensors(lambda tensor: tensor.to("meta"), batch) for batch in batches]
     with suppress(EOFError, TypeError):
-        process = Process(__name__, _foretell, models, empty, settings, options)
+        process = Process(__name__, _foretell, models, batches_without_memory, settings, options)
         try:
             return int(process.connection.recv())
         finally:

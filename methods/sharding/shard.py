@@ -1,10 +1,11 @@
-"""A model cut into shards. A shard's home is host memory; on a device there are slots for one shard each. This file has
-homes, slots and the copies between them.
+"""A model cut into shards. A shard's tensors live in host memory, which is the shard's home. A device has slots, each
+for one shard at a time. This file has the homes, the slots and the copies between them.
 
 A shard is a run of consecutive layers. Its weights, its gradients and its optimizer's states lie in three slabs of
 bytes, and each slab is moved by one copy. A parameter of several shards, such as a tied embedding, lives in the first
-of these shards. The other shards borrow the parameter's weights, and add their share of its gradient in the first
-shard's home. The first shard updates the parameter after the backward passes of all these shards.
+of these shards. The other shards borrow the parameter's weights, and add their share of the parameter's gradient
+to the gradient in the first shard's home. The first shard updates the parameter after the backward passes of all these
+shards.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from methods.sharding import optimizer
 from methods.sharding.optimizer import MASTER, MakeOptimizer, States, state_tensors
 from methods.shared.memory_needs import ALIGNMENT
 
-# slabs of a shard; a part "borrowed" means weights that live in other shards
+# The parts of a shard, each with a slab of its own. Units may also need the part "borrowed": weights that live in
+# other shards.
 PARTS = ("weights", "grads", "states")
 
 
 class Version(NamedTuple):
-    """How often weights have been updated. `home`: the weights that live in the shard. `borrowed`: the sum over the
-    shards that lend weights to this shard."""
+    """How often weights have been updated. `home`: the number of updates of the weights that live in the shard.
+    `borrowed`: the sum of the numbers of updates of the shards that lend weights to this shard."""
 
     home: int
     borrowed: int
@@ -55,16 +57,16 @@ class Shard:
         *,
         mixed: bool,
     ) -> None:
-        self.named, self.layers = list(layers), [layer.module for layer in layers]
+        self.named_layers, self.layers = list(layers), [layer.module for layer in layers]
         self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
         self.name = ""
         # for each parameter: the index of each of its layers, and its name in that layer
         self.sites: dict[str, list[tuple[int, str]]] = {}
         parameters: dict[str, nn.Parameter] = {}
         for index, layer in enumerate(layers):
-            for local, name in layer.names.items():
-                self.sites.setdefault(name, []).append((index, local))
-                parameters[name] = layer.module.get_parameter(local)
+            for local_name, name in layer.names.items():
+                self.sites.setdefault(name, []).append((index, local_name))
+                parameters[name] = layer.module.get_parameter(local_name)
         # names of the parameters that live in this shard
         self.home_names = [name for name in parameters if name not in lenders]
         self.trained = [name for name in self.home_names if parameters[name].requires_grad]
@@ -73,26 +75,25 @@ class Shard:
         columns = [
             (name, parameters[name].shape, parameters[name].dtype) for name in (*self.home_names, *lenders)
         ]
-        self.weights_at, self.own_bytes = Layout(columns), Layout(columns[: len(self.home_names)]).numel
+        self.weight_layout, self.own_bytes = Layout(columns), Layout(columns[: len(self.home_names)]).numel
         kept = state_tensors(make_optimizer, {name: parameters[name] for name in self.trained}, mixed=mixed)
         self.states_of = {name: list(states) for name, states in kept.items()}
-        self.states_at = _state_layout(kept)
+        self.state_layout = _state_layout(kept)
         self.slabs: dict[str, Tensor] = {}  # slabs on the host, one for each part
-        self.sums: set[str] = set()  # parameters to whose gradient on the host later shards add their share
+        self.summed_names: set[str] = set()  # parameters whose gradients get a share from later shards
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: list[nn.Parameter] = []
         self.optimizer: torch.optim.Optimizer | None = None
-        # events at the ends of the last copies, from a device to the host and back; None: no copy yet
-        self.landed: Any = None
-        self.fetched: Any = None
+        self.offload_event: Any = None  # end of the last copy from a device to the host; None: no copy yet
+        self.fetch_event: Any = None  # end of the last copy from the host to a device; None: no copy yet
 
     def num_bytes(self, part: str) -> int:
         """Return the bytes of a part on a device. Weights and gradients include borrowed weights."""
-        return self.states_at.numel if part == "states" else self.weights_at.numel
+        return self.state_layout.numel if part == "states" else self.weight_layout.numel
 
     def own_size(self, part: str) -> int:
         """Return the bytes of a part on the host, without borrowed weights."""
-        return self.states_at.numel if part == "states" else self.own_bytes
+        return self.state_layout.numel if part == "states" else self.own_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -101,16 +102,16 @@ class Shard:
     def at_home(self, name: str, part: str = "weights") -> Tensor:
         """Return the view of a parameter's weight or gradient on the host: in this shard's slab or, if the parameter is
         borrowed, in the lender's slab."""
-        home = self.lenders.get(name, self)
-        return home.weights_at.view(home.slabs[part], name)
+        home_shard = self.lenders.get(name, self)
+        return home_shard.weight_layout.view(home_shard.slabs[part], name)
 
     def states(self, slab: Tensor, name: str) -> States:
-        return {key: self.states_at.view(slab, f"{name} {key}") for key in self.states_of[name]}
+        return {key: self.state_layout.view(slab, f"{name} {key}") for key in self.states_of[name]}
 
     def bind(self, slab: Tensor, grads: Tensor) -> None:
         """Make the layers' parameters views of the device's slab `slab`, and their gradients views of `grads`."""
         for name in self.sites:
-            weight, grad = self.weights_at.view(slab, name), self.weights_at.view(grads, name)
+            weight, grad = self.weight_layout.view(slab, name), self.weight_layout.view(grads, name)
             if name not in self.parameters:
                 self._place(name, nn.Parameter(weight, requires_grad=name not in self.frozen))
             # Keep the same parameter objects in every slot, because the graph of the forward pass refers to them.
@@ -120,15 +121,15 @@ class Shard:
 
     def without_gradient(self) -> list[str]:
         """Return the trained parameters into whose gradients nothing was added since bind()."""
-        trained = [
+        names_and_grads = [
             (name, parameter.grad) for name, parameter in self.parameters.items() if name not in self.frozen
         ]
-        return [name for name, grad in trained if grad is not None and not grad._version]
+        return [name for name, grad in names_and_grads if grad is not None and not grad._version]
 
     def _place(self, name: str, parameter: nn.Parameter) -> None:
         self.parameters[name] = parameter
-        for index, local in self.sites[name]:
-            install(self.layers[index], local, parameter)
+        for index, local_name in self.sites[name]:
+            install(self.layers[index], local_name, parameter)
 
     def release(self) -> None:
         """Put the layers' parameters back on the meta device, where they were before bind(), and drop the optimizer."""
@@ -150,18 +151,18 @@ class Shard:
         """
         states = [self.states(slab, name) for name in self.trained]
         weights = [self.parameters[name] for name in self.trained]
-        stepped = weights
+        step_parameters = weights
         if self.mixed:
             masters = [state.pop(MASTER) for state in states]
-            stepped = self.masters = self.masters or [nn.Parameter(master) for master in masters]
-            for parameter, master, weight in zip(stepped, masters, weights, strict=True):
+            step_parameters = self.masters = self.masters or [nn.Parameter(master) for master in masters]
+            for parameter, master, weight in zip(step_parameters, masters, weights, strict=True):
                 assert weight.grad is not None
                 parameter.data, parameter.grad = master, weight.grad.float()
         if factor is not None:
             torch._foreach_mul_(
-                [parameter.grad for parameter in stepped if parameter.grad is not None], factor
+                [parameter.grad for parameter in step_parameters if parameter.grad is not None], factor
             )
-        self.optimizer = self.optimizer or self.make_optimizer(stepped)
+        self.optimizer = self.optimizer or self.make_optimizer(step_parameters)
         if learning_rate is not None:
             if len({group["lr"] for group in self.optimizer.param_groups}) > 1:
                 raise ValueError(
@@ -169,10 +170,10 @@ class Shard:
                 )
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-        optimizer.step(self.optimizer, stepped, states, is_first=is_first)
+        optimizer.step(self.optimizer, step_parameters, states, is_first=is_first)
         if self.mixed:
             with torch.no_grad():
-                torch._foreach_copy_([*weights], [*stepped])
+                torch._foreach_copy_([*weights], [*step_parameters])
 
 
 def _state_layout(states: dict[str, States]) -> Layout:
@@ -191,16 +192,16 @@ def cut(
 ) -> list:
     """Cut a model into shards, and return them in order. `lengths`: the number of layers of each shard."""
     shards: list[Shard] = []
-    home: dict[str, Shard] = {}
+    home_shards: dict[str, Shard] = {}
     start = 0
     for length in lengths:
-        run = layers[start : start + length]
-        names = dict.fromkeys(name for layer in run for name in layer.names.values())
-        lenders = {name: home[name] for name in names if name in home}
-        shard = Shard(run, lenders, make_optimizer, mixed=mixed)
-        home.update((name, shard) for name in names if name not in home)
+        run_layers = layers[start : start + length]
+        names = dict.fromkeys(name for layer in run_layers for name in layer.names.values())
+        lenders = {name: home_shards[name] for name in names if name in home_shards}
+        shard = Shard(run_layers, lenders, make_optimizer, mixed=mixed)
+        home_shards.update((name, shard) for name in names if name not in home_shards)
         for earlier in shards:
-            earlier.sums |= earlier.sites.keys() & names
+            earlier.summed_names |= earlier.sites.keys() & names
         shards.append(shard)
         start += length
     return shards
@@ -211,42 +212,47 @@ def split(shards: list[Shard], index: int) -> None:
     whole = shards[index]
     sizes = [0] * len(whole.layers)
     for name in whole.home_names:
-        place = whole.weights_at.places[name]
-        sizes[whole.sites[name][0][0]] += place.stop - place.start
-    at = min(range(1, len(sizes)), key=lambda place: max(sum(sizes[:place]), sum(sizes[place:])))
-    left = _part(whole, whole.named[:at], {})
-    right = _part(whole, whole.named[at:], dict.fromkeys(left.home_names, left))
+        extent = whole.weight_layout.places[name]
+        sizes[whole.sites[name][0][0]] += extent.stop - extent.start
+    cut_index = min(range(1, len(sizes)), key=lambda index: max(sum(sizes[:index]), sum(sizes[index:])))
+    first_half = _half(whole, whole.named_layers[:cut_index], {})
+    second_half = _half(
+        whole, whole.named_layers[cut_index:], dict.fromkeys(first_half.home_names, first_half)
+    )
     for part, slab in whole.slabs.items():
-        middle = left.own_size(part)
-        left.slabs[part], right.slabs[part] = slab[:middle], slab[middle : middle + right.own_size(part)]
-    right.sums = whole.sums & right.sites.keys()
-    left.sums = (whole.sums | right.sites.keys()) & left.sites.keys()
+        middle = first_half.own_size(part)
+        first_half.slabs[part], second_half.slabs[part] = (
+            slab[:middle],
+            slab[middle : middle + second_half.own_size(part)],
+        )
+    second_half.summed_names = whole.summed_names & second_half.sites.keys()
+    first_half.summed_names = (whole.summed_names | second_half.sites.keys()) & first_half.sites.keys()
     whole.release()
-    shards[index : index + 1] = [left, right]
+    shards[index : index + 1] = [first_half, second_half]
     for other in shards:
         for name, lender in other.lenders.items():
             if lender is whole:
-                other.lenders[name] = left if name in left.home_names else right
+                other.lenders[name] = first_half if name in first_half.home_names else second_half
 
 
-def _part(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> Shard:
+def _half(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> Shard:
     names = {name for layer in layers for name in layer.names.values()}
     lenders = {name: lender for name, lender in {**whole.lenders, **lenders}.items() if name in names}
-    part = Shard(layers, lenders, whole.make_optimizer, mixed=whole.mixed)
-    part.landed, part.fetched = whole.landed, whole.fetched
-    return part
+    half = Shard(layers, lenders, whole.make_optimizer, mixed=whole.mixed)
+    half.offload_event, half.fetch_event = whole.offload_event, whole.fetch_event
+    return half
 
 
-def settle(
-    shards: Sequence[Shard], room: Callable[[int], Tensor] | None = None, *, in_halves: bool = False
+def allocate_slabs(
+    shards: Sequence[Shard], new_slab: Callable[[int], Tensor] | None = None, *, in_halves: bool = False
 ) -> None:
-    """Allocate the shards' slabs on the host. `room`: a function that returns a zeroed slab of the given number of
+    """Allocate the shards' slabs on the host. `new_slab`: a function that returns a zeroed slab of the given number of
     bytes; None: all slabs lie in one block of memory that processes share. `in_halves`: True: also allocate a slab
     "seconds", for the gradients of the second half of each batch.
     """
     parts = (*PARTS, "seconds") if in_halves else PARTS
     sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
-    slabs = map(room, sizes) if room else iter(shared_zeros(sum(sizes)).split(sizes))
+    slabs = map(new_slab, sizes) if new_slab else iter(shared_zeros(sum(sizes)).split(sizes))
     for shard in shards:
         shard.slabs = {part: next(slabs) for part in parts}
 
@@ -270,8 +276,8 @@ class ShardSlot:
         self.shard: Shard | None = None
         self.version = Version(-1, -1)
         self.valid: set[str] = set()  # parts whose values here are at least as new as the host's values
-        self.arrived: Any = None  # event at the end of the last copy into the slot; None: no copy yet
-        self.drained: Any = None  # event at the end of the last copy out of the slot; None: no copy yet
+        self.arrival_event: Any = None  # event at the end of the last copy into the slot; None: no copy yet
+        self.drain_event: Any = None  # event at the end of the last copy out of the slot; None: no copy yet
 
     def holds(self, shard: Shard, version: Version) -> bool:
         return self.shard is shard and self.version.home == version.home
@@ -286,14 +292,20 @@ class ShardSlot:
         missing = parts - self.valid
         if not missing:
             return
-        used, homes = self.device.compute.record_event(), (shard, *shard.lenders.values())
-        after = (used, self.drained, *(home.landed for home in homes))
+        last_use, home_shards = self.device.compute.record_event(), (shard, *shard.lenders.values())
+        events_before = (
+            last_use,
+            self.drain_event,
+            *(home_shard.offload_event for home_shard in home_shards),
+        )
         pairs = [self._home_pair(part, part) for part in PARTS if part in missing]
         if "borrowed" in missing:
             pairs += [(self.view(name), shard.at_home(name)) for name in shard.lenders]
-        self.arrived = copy(self.device, "inbound", ", ".join(sorted(missing)), shard.name, after, pairs)
-        for home in homes:
-            home.fetched = self.arrived
+        self.arrival_event = copy(
+            self.device, "inbound", ", ".join(sorted(missing)), shard.name, events_before, pairs
+        )
+        for home_shard in home_shards:
+            home_shard.fetch_event = self.arrival_event
         self.valid |= missing
 
     def _home_pair(self, part: str, home_part: str) -> Pair:
@@ -304,14 +316,14 @@ class ShardSlot:
 
     def view(self, name: str, part: str = "weights") -> Tensor:
         assert self.shard is not None
-        return self.shard.weights_at.view(self.slabs[part], name)
+        return self.shard.weight_layout.view(self.slabs[part], name)
 
     def arrive(self, *, to_write: bool) -> Shard:
         """Make the compute stream wait for the copies into the slot. With `to_write`, also wait for the copies out of
         the slot. Bind the shard's layers to the slot, and return the shard.
         """
         assert self.shard is not None
-        for event in (self.arrived, self.drained if to_write else None):
+        for event in (self.arrival_event, self.drain_event if to_write else None):
             if event is not None:
                 self.device.compute.wait_event(event)
         self.shard.bind(self.slabs["weights"], self.slabs["grads"])
@@ -321,14 +333,14 @@ class ShardSlot:
         """Queue copies from the slot to the host: of the given parts, and of the gradients of the borrowed parameters
         `names`. `grads`: key of the host slab that gets gradients.
         """
-        shard, done = self.shard, self.device.compute.record_event()
+        shard, compute_end = self.shard, self.device.compute.record_event()
         assert shard is not None
-        homes = (shard, *shard.lenders.values())
+        home_shards = (shard, *shard.lenders.values())
         # A prefetch that began before this update may still be reading the slabs on the host, though it is useless now.
-        after = (done, *(home.fetched for home in homes))
-        slabs = [self._home_pair(part, grads if part == "grads" else part) for part in parts]
-        borrowed = [(self.view(name, "grads"), shard.at_home(name, grads)) for name in names]
-        pairs = [(host, device) for device, host in (*slabs, *borrowed)]
-        self.drained = copy(self.device, "outbound", "home", shard.name, after, pairs)
-        for home in homes:
-            home.landed = self.drained
+        events_before = (compute_end, *(home_shard.fetch_event for home_shard in home_shards))
+        slab_pairs = [self._home_pair(part, grads if part == "grads" else part) for part in parts]
+        borrowed_pairs = [(self.view(name, "grads"), shard.at_home(name, grads)) for name in names]
+        pairs = [(host, device) for device, host in (*slab_pairs, *borrowed_pairs)]
+        self.drain_event = copy(self.device, "outbound", "home", shard.name, events_before, pairs)
+        for home_shard in home_shards:
+            home_shard.offload_event = self.drain_event

@@ -19,9 +19,10 @@ from methods.offload.clip import clip_factor, global_norm
 from methods.sharding.shard import Shard, Version, split
 from methods.sharding.unit import BACKWARD, FORWARD, LOSS, UPDATE, Kept, Result, Tensors, Unit
 
-# Guessed times of units until they are measured, relative to a forward pass. The backward pass includes a recompute.
-GUESSES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
-# seconds per byte of weights, until a unit is measured; only ratios between guesses matter
+# The guessed time of each kind of unit, relative to a forward pass, until a unit of this kind is measured. The backward
+# pass includes a recompute.
+GUESSED_TIMES = {FORWARD: 1.0, LOSS: 4.0, BACKWARD: 3.0, UPDATE: 1.0}
+# guessed seconds of a forward pass per byte of weights; only ratios between guesses matter
 GUESSED_SECONDS = 1e-10
 
 
@@ -62,8 +63,10 @@ class Task:
         self.updates = [0] * len(shards)
         self.script, self.position = self._script(), 0
         self.seconds = {
-            (kind, i): GUESSED_SECONDS * GUESSES[kind] * max(1, shards[i].num_bytes("weights"))
-            for kind, i in self.script
+            (kind, shard_index): GUESSED_SECONDS
+            * GUESSED_TIMES[kind]
+            * max(1, shards[shard_index].num_bytes("weights"))
+            for kind, shard_index in self.script
         }
         self.next_unit: Unit | None = None
         # the device that keeps this task's graphs and must run its next unit; None: any device
@@ -82,10 +85,13 @@ class Task:
     def remaining(self) -> float:
         """Return the seconds that all units still to be run will take, by the last measured times. If the number of
         batches is unknown, count only this round's units."""
-        whole = sum(self.seconds[kind] for kind in self.script)
-        batches = self.settings.per_round - self.num_done % self.settings.per_round
-        batches_left = batches if math.isinf(self.batches_left) else self.batches_left
-        return sum(self.seconds[kind] for kind in self.script[self.position :]) + (batches_left - 1) * whole
+        minibatch_seconds = sum(self.seconds[kind] for kind in self.script)
+        batches_of_round = self.settings.per_round - self.num_done % self.settings.per_round
+        batches_left = batches_of_round if math.isinf(self.batches_left) else self.batches_left
+        return (
+            sum(self.seconds[kind] for kind in self.script[self.position :])
+            + (batches_left - 1) * minibatch_seconds
+        )
 
     @property
     def rounds(self) -> int:
@@ -93,13 +99,15 @@ class Task:
 
     def _script(self) -> list[tuple[str, int]]:
         """Return the units of a minibatch, in order, as pairs of a unit's kind and the index of its shard."""
-        last = len(self.shards) - 1
-        turn = (
-            [(FORWARD, i) for i in range(last)]
-            + [(LOSS, last)]
-            + [(BACKWARD, i) for i in reversed(range(last))]
+        last_shard = len(self.shards) - 1
+        passes = (
+            [(FORWARD, shard_index) for shard_index in range(last_shard)]
+            + [(LOSS, last_shard)]
+            + [(BACKWARD, shard_index) for shard_index in reversed(range(last_shard))]
         )
-        return turn + [(UPDATE, i) for i in range(last + 1) if self.settings.update == "later"]
+        return passes + [
+            (UPDATE, shard_index) for shard_index in range(last_shard + 1) if self.settings.update == "later"
+        ]
 
     def split(self, index: int) -> None:
         """Halve shard `index` while no unit of this task runs. If the next unit is a unit of this shard, replace it by
@@ -107,12 +115,12 @@ class Task:
         kind, shard = self.script[self.position]
         size = max(1, self.shards[index].num_bytes("weights"))
         split(self.shards, index)
-        before, self.seconds, self.script = self.seconds, {}, self._script()
-        for kind, i in self.script:
-            whole = i - (i > index)
-            share = self.shards[i].num_bytes("weights") / size if whole == index else 1.0
-            alike = (kind, whole) if (kind, whole) in before else (LOSS, whole)
-            self.seconds[kind, i] = max(before[alike] * share, GUESSED_SECONDS)
+        old_seconds, self.seconds, self.script = self.seconds, {}, self._script()
+        for kind, shard_index in self.script:
+            old_index = shard_index - (shard_index > index)
+            share = self.shards[shard_index].num_bytes("weights") / size if old_index == index else 1.0
+            old_key = (kind, old_index) if (kind, old_index) in old_seconds else (LOSS, old_index)
+            self.seconds[kind, shard_index] = max(old_seconds[old_key] * share, GUESSED_SECONDS)
         self.updates.insert(index, self.updates[index])
         if self.next_unit is not None:
             shard += index < shard or (index == shard and kind == BACKWARD)
@@ -124,10 +132,10 @@ class Task:
         """Return the unit `ahead` places after the next unit (0: the next unit), without its tensors, which a prefetch
         does not need. Return None if that unit would begin a minibatch that may not come.
         """
-        place = self.position + ahead
-        if place == len(self.script) and self.batches_left <= 1:
+        position = self.position + ahead
+        if position == len(self.script) and self.batches_left <= 1:
             return None
-        kind, shard = self.script[place % len(self.script)]
+        kind, shard = self.script[position % len(self.script)]
         return Unit(self.model, shard, kind, self.version(shard), update=self.settings.update)
 
     def start(self) -> None:
@@ -140,9 +148,10 @@ class Task:
         """Begin a minibatch with these inputs and targets. `part`: which half of a batch these samples are, 0 or 1;
         None: the whole batch."""
         self.part, self.targets = part, self._micro_batches(targets)
-        # For each micro-batch, from unit to unit: first inputs, then outputs, then gradients of inputs.
-        self.passed: Sequence[Tensors] = [(kind,) for kind in self._micro_batches(inputs)]
-        # for each layer that is still to be differentiated, as in Result
+        # What the last unit passed to the next unit, for each micro-batch: first the batch's inputs, then outputs, then
+        # gradients of inputs.
+        self.boundaries: Sequence[Tensors] = [(kind,) for kind in self._micro_batches(inputs)]
+        # for each layer that is still to be differentiated: a Kept of each micro-batch
         self.kept: list[Sequence[Kept]] = []
         self.next_unit = self._unit()
 
@@ -151,23 +160,25 @@ class Task:
 
     def _unit(self) -> Unit:
         kind, index = self.script[self.position]
-        tensors: dict[str, Any] = {"x": self.passed, "targets": self.targets if kind == LOSS else ()}
+        unit_inputs: dict[str, Any] = {"x": self.boundaries, "targets": self.targets if kind == LOSS else ()}
         if kind == BACKWARD:
-            tensors = {"dy": self.passed, "kept": self.kept[-len(self.shards[index].layers) :]}
+            unit_inputs = {"dy": self.boundaries, "kept": self.kept[-len(self.shards[index].layers) :]}
         elif kind == UPDATE:
-            tensors = {"factor": self.factor}
-        rate = self.settings.learning_rate_at(self.num_done + 1) if self.settings.learning_rate_at else None
+            unit_inputs = {"factor": self.factor}
+        learning_rate = (
+            self.settings.learning_rate_at(self.num_done + 1) if self.settings.learning_rate_at else None
+        )
         return Unit(
             self.model,
             index,
             kind,
             self.version(index),
             random=self.random,
-            learning_rate=rate,
+            learning_rate=learning_rate,
             update=self.settings.update,
             rehearses=self.settings.rehearses,
             part=self.part,
-            **tensors,
+            **unit_inputs,
         )
 
     def advance(self, result: Result, seconds: float) -> Step | None:
@@ -189,7 +200,7 @@ class Task:
             self.updates[index] += 1
         if kind == UPDATE:
             return self._next()
-        self.passed = result.y
+        self.boundaries = result.y
         return self._join() if (kind, index) in ((LOSS, 0), (BACKWARD, 0)) else self._next()
 
     def _join(self) -> Step | None:
@@ -211,7 +222,7 @@ class Task:
     def fail(self, text: str) -> None:
         """End this task's training, and the training of its twin. The model's weights keep the values of the last
         update. `text`: the traceback of the failure."""
-        self.failure, self.next_unit, self.passed, self.kept = text, None, (), []
+        self.failure, self.next_unit, self.boundaries, self.kept = text, None, (), []
         if self.twin and not self.twin.failure:
             self.twin.fail(text)
 

@@ -5,8 +5,8 @@ unit can be repeated on any device. With intermediates `checkpointed` the host k
 state before the layer, and the backward unit recomputes the layer. With `saved` the host keeps the tensors that
 autograd saves; weights are not among these tensors, because the backward unit finds them in the shard's slot.
 
-Boundaries between layers are tuples of tensors. A unit takes one micro-batch after the other through its shard, which
-adds up their gradients, so a shard is fetched once for all of them.
+The boundary between two layers is a tuple of tensors. A unit takes one micro-batch after the other through its shard
+and sums their gradients, so the shard is fetched once for all micro-batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Kept(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One unit and its arguments, with a boundary for each micro-batch. All its tensors are on the host."""
+    """One unit and its arguments. `x` and `dy`: for each micro-batch, the tensors that enter the shard in the forward
+    pass, and the gradients that enter it in the backward pass. All tensors are on the host."""
 
     model: int
     shard: int
@@ -50,15 +51,15 @@ class Unit(NamedTuple):
     # gradients clipped by the shard's norm.
     update: str = "later"
     rehearses: bool = False  # True: the unit copies nothing to the host's slabs
-    # half of the batch, 0 or 1, with a host slab for its gradients; None: the whole batch
+    # number of the half of the batch, 0 or 1; each half has a host slab for its gradients; None: the whole batch
     part: int | None = None
 
 
 class Result(NamedTuple):
-    """A unit's result, which the model's next unit needs. Loss and norms are on the device until Worker.finished()
+    """A unit's result. The model's next unit needs it. Loss and norms are on the device until Worker.finish()
     copies them; other tensors are on the host."""
 
-    # for each micro-batch: output of a forward pass, or the input's gradient of a backward
+    # for each micro-batch: the output of a forward pass, or the gradient of the input from a backward pass
     y: Sequence[Tensors] = ()
     kept: Any = None  # of a forward unit: for each layer, a Kept of each micro-batch
     random: Any = None
@@ -76,7 +77,7 @@ def parts_of(unit: Unit) -> set[str]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], values: Iterable[Any]) -> Tensors:
-    """Return the values as a tuple, with the function applied to each tensor, in lists and dicts, too."""
+    """Return the values as a tuple, with the function applied to each tensor, also to tensors in lists and dicts."""
     return tuple(
         function(value) if isinstance(value, Tensor) else value if value is None else _mapped(function, value)
         for value in values

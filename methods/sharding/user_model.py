@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from methods.sharding.pure_layer import LastLayer, MiddleLayer, PureLayer
-from methods.sharding.shard import NamedLayer, Shard, settle
+from methods.sharding.shard import NamedLayer, Shard, allocate_slabs
 from methods.shared.memory_needs import aligned
 from methods.shared.module_watch import hooks_of
 
@@ -149,7 +149,7 @@ def _without_memory(title: str, layer: nn.Module, parameters: list[nn.Parameter]
 def bring_home(task: Any, shards: list[Shard], *, in_halves: bool) -> None:
     """Move a model's weights into slabs on the host that processes share. The model's parameters become views of the
     slabs. `in_halves`: True: also make room for the gradients of each batch's second half."""
-    settle(shards, in_halves=in_halves)
+    allocate_slabs(shards, in_halves=in_halves)
     home = {name: shard for shard in shards for name in shard.home_names}
     for index, layer in enumerate(task.layers):
         for local, parameter in layer.named_parameters():
@@ -162,7 +162,7 @@ def shard_sizes(shard: Shard) -> dict[str, int]:
     """Return the bytes that each parameter takes in a slot, by the parameter's name: weight, gradient and states."""
     sizes = {}
     for name in shard.sites:
-        states = [shard.states_at.places[f"{name} {key}"] for key in shard.states_of.get(name, ())]
-        weight = shard.weights_at.places[name]
+        states = [shard.state_layout.places[f"{name} {key}"] for key in shard.states_of.get(name, ())]
+        weight = shard.weight_layout.places[name]
         sizes[name] = sum(aligned(place.stop - place.start) for place in (weight, weight, *states))
     return sizes

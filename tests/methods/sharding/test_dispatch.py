@@ -31,7 +31,7 @@ class Idle:
     def run(self, unit: Unit, following: Unit | None) -> Result:
         return Result(kept=[], loss=torch.zeros(()), norms=[])
 
-    def finished(self, result: Result) -> Result:
+    def finish(self, result: Result) -> Result:
         return result
 
 

@@ -63,25 +63,27 @@ class Bug(NamedTuple):
 
 
 BUGS = [
-    Bug("shard_overwritten_while_in_use", "(used, self.drained, *", "(self.drained, *"),
-    Bug("shard_overwritten_while_going_home", "(used, self.drained, *", "(used, *", clip_norm=0.0),
+    Bug("shard_overwritten_while_in_use", "(last_use, self.drain_event, *", "(self.drain_event, *"),
+    Bug(
+        "shard_overwritten_while_going_home", "(last_use, self.drain_event, *", "(last_use, *", clip_norm=0.0
+    ),
     Bug(
         "shard_fetched_before_it_is_home",
-        "*(home.landed for home in homes)",
-        "*(None for home in ())",
+        "*(home_shard.offload_event for home_shard in home_shards)",
+        "*(None for home_shard in ())",
         clip_norm=0.0,
         is_halved=True,
     ),
     Bug(
         "computed_before_its_weights_arrive",
-        "(self.arrived, self.drained if to_write else None)",
-        "(self.drained if to_write else None,)",
+        "(self.arrival_event, self.drain_event if to_write else None)",
+        "(self.drain_event if to_write else None,)",
     ),
-    Bug("gradient_overwritten_while_going_home", "self.drained if to_write else None", "None"),
+    Bug("gradient_overwritten_while_going_home", "self.drain_event if to_write else None", "None"),
     Bug(
         "sent_home_before_it_is_computed",
-        "(done, *(home.fetched for home in homes))",
-        "tuple(home.fetched for home in homes)",
+        "(compute_end, *(home_shard.fetch_event for home_shard in home_shards))",
+        "tuple(home_shard.fetch_event for home_shard in home_shards)",
     ),
     Bug(
         "gradient_of_a_shared_weight_used_before_it_lands",
