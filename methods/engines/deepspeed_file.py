@@ -346,26 +346,26 @@ def _auto(got: Any) -> str:
 def _known_values(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, KnownValue]:
     """Return what the workload gives, by the entry's path."""
     counted = workload.micro_batches if accumulation in COUNTED else 1
-    sizes = f"-b {workload.batch_size}"
+    batch_text = f"-b {workload.batch_size}"
     if num_ranks > 1:
-        sizes += f", {num_ranks} ranks"
+        batch_text += f", {num_ranks} ranks"
     if counted > 1:
-        sizes += f", {workload.micro_batches} micro-batches"
-    steps_by = "--micro-batches" if accumulation in COUNTED else f"accumulation={accumulation}"
+        batch_text += f", {workload.micro_batches} micro-batches"
+    accumulation_text = "--micro-batches" if accumulation in COUNTED else f"accumulation={accumulation}"
     known_values = {
         "gradient_accumulation_steps": KnownValue(
-            counted, steps_by, lambda got: f"--micro-batches {shown(got)}"
+            counted, accumulation_text, lambda got: f"--micro-batches {shown(got)}"
         ),
         "train_micro_batch_size_per_gpu": KnownValue(
             workload.batch_size // num_ranks // workload.micro_batches,
-            sizes,
+            batch_text,
             lambda got: (
                 f"-b {got * num_ranks * workload.micro_batches}" if isinstance(got, int) else '"auto"'
             ),
         ),
         "train_batch_size": KnownValue(
             workload.batch_size // workload.micro_batches * counted,
-            sizes,
+            batch_text,
             lambda got: f"-b {got // counted * workload.micro_batches}" if isinstance(got, int) else '"auto"',
         ),
         "gradient_clipping": KnownValue(workload.clip_norm, "--clip", lambda got: f"--clip {shown(got)}"),

@@ -71,10 +71,10 @@ def engine_config(file: DeepSpeedFile, workload: Workload) -> dict[str, Any]:
 
 
 def _model(workload: Workload, device: str, config: dict[str, Any]) -> Any:
-    """Return the model without values, on the host or, in stage 3, partitioned, as from_pretrained() of transformers
-    returns it. The configuration gives the dtype."""
+    """Return the model without values, as from_pretrained() of transformers returns it: in stage 3 partitioned over the
+    ranks, in other stages whole on the host, or on sim for sim. The configuration gives the dtype."""
     if config["zero_optimization"]["stage"] < 3:
-        # a move to sim would make other parameters
+        # Make the model on sim itself, because a move to sim would make other parameters.
         return empty_model(workload, "sim" if device == "sim" else "cpu")
     from deepspeed import zero
 
@@ -87,8 +87,8 @@ def _model(workload: Workload, device: str, config: dict[str, Any]) -> Any:
 
 
 def _load(file: DeepSpeedFile, device: str) -> None:
-    """Import DeepSpeed, and load the kernel of its Adam if it is compiled. Raises Unavailable if the file needs one
-    that is not."""
+    """Import DeepSpeed, and load the kernel of its Adam if it is compiled. Raises Unavailable if the file needs a
+    kernel that is not compiled."""
     adam = "cpu_adam" if file.offload else "fused_adam"
     if file.adam == "deepspeed":
         if adam == "fused_adam" and device == "cuda":
