@@ -292,20 +292,16 @@ class ShardSlot:
         missing = parts - self.valid
         if not missing:
             return
-        last_use, home_shards = self.device.compute.record_event(), (shard, *shard.lenders.values())
-        events_before = (
-            last_use,
-            self.drain_event,
-            *(home_shard.offload_event for home_shard in home_shards),
-        )
+        last_use, homes = self.device.compute.record_event(), (shard, *shard.lenders.values())
+        events_before = (last_use, self.drain_event, *(home.offload_event for home in homes))
         pairs = [self._home_pair(part, part) for part in PARTS if part in missing]
         if "borrowed" in missing:
             pairs += [(self.view(name), shard.at_home(name)) for name in shard.lenders]
         self.arrival_event = copy(
             self.device, "inbound", ", ".join(sorted(missing)), shard.name, events_before, pairs
         )
-        for home_shard in home_shards:
-            home_shard.fetch_event = self.arrival_event
+        for home in homes:
+            home.fetch_event = self.arrival_event
         self.valid |= missing
 
     def _home_pair(self, part: str, home_part: str) -> Pair:
@@ -335,12 +331,12 @@ class ShardSlot:
         """
         shard, compute_end = self.shard, self.device.compute.record_event()
         assert shard is not None
-        home_shards = (shard, *shard.lenders.values())
+        homes = (shard, *shard.lenders.values())
         # A prefetch that began before this update may still be reading the slabs on the host, though it is useless now.
-        events_before = (compute_end, *(home_shard.fetch_event for home_shard in home_shards))
+        events_before = (compute_end, *(home.fetch_event for home in homes))
         slab_pairs = [self._home_pair(part, grads if part == "grads" else part) for part in parts]
         borrowed_pairs = [(self.view(name, "grads"), shard.at_home(name, grads)) for name in names]
         pairs = [(host, device) for device, host in (*slab_pairs, *borrowed_pairs)]
         self.drain_event = copy(self.device, "outbound", "home", shard.name, events_before, pairs)
-        for home_shard in home_shards:
-            home_shard.offload_event = self.drain_event
+        for home in homes:
+            home.offload_event = self.drain_event

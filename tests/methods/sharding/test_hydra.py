@@ -69,8 +69,8 @@ BUGS = [
     ),
     Bug(
         "shard_fetched_before_it_is_home",
-        "*(home_shard.offload_event for home_shard in home_shards)",
-        "*(None for home_shard in ())",
+        "*(home.offload_event for home in homes)",
+        "*(None for home in ())",
         clip_norm=0.0,
         is_halved=True,
     ),
@@ -82,8 +82,8 @@ BUGS = [
     Bug("gradient_overwritten_while_going_home", "self.drain_event if to_write else None", "None"),
     Bug(
         "sent_home_before_it_is_computed",
-        "(compute_end, *(home_shard.fetch_event for home_shard in home_shards))",
-        "tuple(home_shard.fetch_event for home_shard in home_shards)",
+        "(compute_end, *(home.fetch_event for home in homes))",
+        "tuple(home.fetch_event for home in homes)",
     ),
     Bug(
         "gradient_of_a_shared_weight_used_before_it_lands",
