@@ -147,7 +147,7 @@ def takes_one_pass(state: State, device: str) -> bool:
     """Return whether this project's compiled kernel updates this state on this device. On a GPU the kernel takes only
     split states, whose master is stored in two halves; torch's kernel updates all other states."""
     if device == "cuda":
-        return state.is_split and adamw_cuda.compiled_kernel() is not None
+        return state.has_split_master and adamw_cuda.compiled_kernel() is not None
     return adamw_kernel.compiled_library() is not None
 
 
@@ -158,7 +158,7 @@ def _update_by_torch(
     if factor is not None:
         grads.mul_(factor)
     values = joined(state)
-    if state.is_split:
+    if state.has_split_master:
         state.exp_avg_sq.abs_()
     for group, settings in enumerate(step.settings):
         chosen = [piece for piece in pieces if piece.group == group]

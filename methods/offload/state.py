@@ -32,7 +32,8 @@ class State(NamedTuple):
     exp_avg_sq: Tensor
 
     @property
-    def is_split(self) -> bool:
+    def has_split_master(self) -> bool:
+        """True if `master` holds only the low 16 bits of the fp32 master, as for bf16 weights."""
         return self.master is not None and self.master.dtype == torch.int16
 
     def cut(self, start: int, stop: int) -> State:
@@ -49,7 +50,7 @@ def kept_dtypes(dtype: str) -> list[torch.dtype]:
 
 def joined(state: State) -> Tensor:
     """Return the fp32 master: a slab of the state, or a new tensor joined from both halves."""
-    if state.master is None or not state.is_split:
+    if state.master is None or not state.has_split_master:
         return state.weights if state.master is None else state.master
     master = torch.empty_like(state.exp_avg)
     low, high = _halves(master)
@@ -63,11 +64,11 @@ def joined(state: State) -> Tensor:
 
 
 def keep_(state: State, values: Tensor) -> None:
-    """Store these values as the weights and the fp32 master. A split state keeps the master's 17th bit in the sign of
-    exp_avg_sq."""
+    """Store these values as the weights and the fp32 master. If the master is split, its 17th bit is stored in the sign
+    of exp_avg_sq."""
     if values is not state.weights:
         state.weights.copy_(values)
-    if state.master is None or not state.is_split:
+    if state.master is None or not state.has_split_master:
         if state.master is not None and state.master is not values:
             state.master.copy_(values)
         return
@@ -83,7 +84,7 @@ def keep_(state: State, values: Tensor) -> None:
 def master_of(state: State) -> Tensor:
     """Return the whole fp32 master. A split master is joined on the host, because a device may have no room for it. The
     halves are joined in blocks that fit the processor's cache."""
-    if not state.is_split:
+    if not state.has_split_master:
         return joined(state)
     master = torch.empty(len(state.exp_avg))
     for start in range(0, len(master), CHUNK):

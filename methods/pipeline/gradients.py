@@ -49,12 +49,12 @@ class Groups:
     def _mine(self, groups: list[list[int]]) -> Any:
         """Make a process group for each list of several ranks. Return the group that this rank is in; None: it is in no
         group."""
-        mine = None
+        own_group = None
         for members in groups:
             if len(members) > 1:
                 group = dist.new_group(members, timeout=self.limit)
-                mine = group if self.rank in members else mine
-        return mine
+                own_group = group if self.rank in members else own_group
+        return own_group
 
 
 class Gradients:
@@ -72,23 +72,30 @@ class Gradients:
         self.masters, self.groups, self.dtype = dict(masters), groups, dtype
         self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]
         # If a weight is in two stages under the same name, the first stage counts it in the norm.
-        again = {pair.name for pair in self.shared if pair.name == pair.other and groups.stage != pair.stage}
-        self.written = [name for name in self.masters if name not in again]
-        uncounted = again | {
+        repeated_names = {
+            pair.name for pair in self.shared if pair.name == pair.other and groups.stage != pair.stage
+        }
+        self.written_names = [name for name in self.masters if name not in repeated_names]
+        uncounted = repeated_names | {
             pair.other for pair in self.shared if pair.other_stage == groups.stage and pair.name != pair.other
         }
-        place = {name: number for number, name in enumerate(names)}
-        self.counted = [name for name in self.masters if name not in uncounted]
-        self.places = torch.tensor([place[name] for name in self.counted], dtype=torch.long)
+        number_of = {name: number for number, name in enumerate(names)}
+        self.counted_names = [name for name in self.masters if name not in uncounted]
+        self.norm_places = torch.tensor([number_of[name] for name in self.counted_names], dtype=torch.long)
         self.num_names = len(names)
-        self.kept: list[tuple[Tensor | None, int]] = []  # gradients of the last step, with their versions
+        self.step_grads: list[
+            tuple[Tensor | None, int]
+        ] = []  # gradients of the last step, with their versions
 
-    def reduce(self, loss: Tensor, row: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    def reduce(
+        self, loss: Tensor, check_numbers: Tensor, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Sum the gradients over all ranks that have the weights, and divide the sums by `scale`, the loss scale. Leave
         the results in the masters' gradients; a weight that no pass has used has none. Return the loss of the global
-        batch, the gradient norm, and the sum of all ranks' rows.
+        batch, the gradient norm, and the sum of all ranks' `check_numbers`.
 
-        loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last. row: MeanCheck's numbers.
+        loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last. check_numbers:
+        the numbers of MeanCheck.
         """
         has_grad = torch.tensor(
             [master.grad is not None for master in self.masters.values()], dtype=torch.float32
@@ -98,16 +105,16 @@ class Gradients:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        numbers = torch.cat([loss.detach().float().reshape(1), row, has_grad.to(loss.device)])
+        numbers = torch.cat([loss.detach().float().reshape(1), check_numbers, has_grad.to(loss.device)])
         if self.groups.replicas:
             for bucket in _buckets([*grads, numbers]):
                 _sum(bucket, self.groups.replicas)
-        loss, row, has_grad = numbers.split([1, len(row), len(has_grad)])
+        loss, check_numbers, has_grad = numbers.split([1, len(check_numbers), len(has_grad)])
         self._sum_shared()
         is_finite = self._are_finite()
         if scale != 1.0:
             torch._foreach_div_(grads, scale)
-        norms = self._norm(torch.cat([loss, row]), is_finite)
+        norms = self._norm(torch.cat([loss, check_numbers]), is_finite)
         if lacks_grad:
             # an optimizer skips weights without a gradient, but would decay weights with a gradient of zeros
             shared = {name for pair in self.shared for name in (pair.name, pair.other)}
@@ -124,50 +131,51 @@ class Gradients:
         return torch.stack([*torch._foreach_norm(grads, math.inf)]).half().isfinite()
 
     def _counted_gradients(self) -> list[Tensor]:
-        return [grad for name in self.counted if (grad := self.masters[name].grad) is not None]
+        return [grad for name in self.counted_names if (grad := self.masters[name].grad) is not None]
 
     def _sum_shared(self) -> None:
         for pair in self.shared:
             if pair.stage == pair.other_stage:
-                one, other = self.masters[pair.name], self.masters[pair.other]
-                if one is not other:
-                    assert one.grad is not None and other.grad is not None
-                    one.grad += other.grad
-                    other.grad.copy_(one.grad)
+                first, second = self.masters[pair.name], self.masters[pair.other]
+                if first is not second:
+                    assert first.grad is not None and second.grad is not None
+                    first.grad += second.grad
+                    second.grad.copy_(first.grad)
                 continue
-            mine = self.masters[pair.name if self.groups.stage == pair.stage else pair.other]
-            assert mine.grad is not None
-            all_reduce(mine.grad, self.groups.pairs[pair])
+            own_master = self.masters[pair.name if self.groups.stage == pair.stage else pair.other]
+            assert own_master.grad is not None
+            all_reduce(own_master.grad, self.groups.pairs[pair])
 
     def _norm(self, numbers: Tensor, is_finite: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss of the global batch, the gradient norm and the row. All come from one vector, which is summed
-        over stages: the gradient norm of each weight, in the model's order, the loss and the row. `numbers`: the latter
-        two. `is_finite`: False for a weight: its norm counts as infinite; None: all are finite."""
+        """Return the loss of the global batch, the gradient norm and MeanCheck's numbers. All come from one vector,
+        which is summed over stages: the gradient norm of each weight, in the model's order, the loss and MeanCheck's
+        numbers. `numbers`: the loss and MeanCheck's numbers. `is_finite`: False for a weight: its norm counts as
+        infinite; None: all are finite."""
         grads = self._counted_gradients()
         whole = torch.zeros(self.num_names + len(numbers), device=numbers.device)
         if grads:
             norms = torch.stack([*torch._foreach_norm(grads, 2, dtype=torch.float32)])
-            whole[self.places.to(numbers.device)] = (
+            whole[self.norm_places.to(numbers.device)] = (
                 norms if is_finite is None else norms.where(is_finite, math.inf)
             )
         whole[self.num_names :] = numbers
         if self.groups.pipeline:
             all_reduce(whole, self.groups.pipeline)
-        _, loss, row = whole.split([self.num_names, 1, len(numbers) - 1])
-        return loss.clone(), torch.linalg.vector_norm(whole[: self.num_names]), row
+        _, loss, check_numbers = whole.split([self.num_names, 1, len(numbers) - 1])
+        return loss.clone(), torch.linalg.vector_norm(whole[: self.num_names]), check_numbers
 
     def remember(self) -> None:
         """Remember the gradients of a step, by their versions, until forget()."""
-        self.kept = [(master.grad, _grad_version(master.grad)) for master in self.masters.values()]
+        self.step_grads = [(master.grad, _grad_version(master.grad)) for master in self.masters.values()]
 
     def forget(self) -> None:
         """Release the gradients of the last step, because a plan counts the gradients of one step alone."""
-        self.kept = []
+        self.step_grads = []
 
     def refuse_changes(self) -> None:
         """Raise ValueError if a script has changed gradients since remember(). A change such as clipping would be
         wrong, because a rank has the gradients of its stage alone."""
-        for master, (grad, version) in zip(self.masters.values(), self.kept, strict=False):
+        for master, (grad, version) in zip(self.masters.values(), self.step_grads, strict=False):
             if master.grad is not grad or _grad_version(grad) != version:
                 raise ValueError(
                     "optimizer.step(): expected the gradients that step() left, of one stage of the model, got changed"
@@ -216,5 +224,5 @@ def _sum(tensors: list[Tensor], group: Any) -> None:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     all_reduce(flat, group)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(summed.view_as(tensor))

@@ -162,7 +162,7 @@ class Varuna(nn.Module):
         self.optimizer = optimizer
         position = (self.stage, self.replica, self.ranks.num_replicas)
         self._checkpoints = Checkpoints(
-            self._gradients.masters, optimizer, self._gradients.written, position, self._other_names
+            self._gradients.masters, optimizer, self._gradients.written_names, position, self._other_names
         )
 
     # ---- Training

@@ -79,11 +79,12 @@ class Inbox:
     def _run(self) -> None:
         try:
             while (messages := self.expected.get()) is not None:
-                self._take_in(deque(messages))
+                self._receive_all(deque(messages))
         except Exception as error:  # take() raises it
             self.arrived.put(error)
 
-    def _take_in(self, messages: deque[tuple[int, list[Spec]]]) -> None:
+    def _receive_all(self, messages: deque[tuple[int, list[Spec]]]) -> None:
+        """Receive these messages, at most IN_FLIGHT at once, and put each one into `arrived`, in this order."""
         under_way: deque[list[tuple[Tensor, Any]]] = deque()
         while messages or under_way:
             while messages and len(under_way) < IN_FLIGHT:
@@ -192,9 +193,9 @@ def join(
     store.set(f"here/{rank}", message)
     missing: list[int] = []
     for other in range(world_size):
-        left = max(0.01, timeout_seconds - (time.monotonic() - began))
+        remaining_seconds = max(0.01, timeout_seconds - (time.monotonic() - began))
         try:
-            store.wait([f"here/{other}"], timedelta(seconds=left))
+            store.wait([f"here/{other}"], timedelta(seconds=remaining_seconds))
         except dist.DistStoreError:
             missing.append(other)
     if missing:
@@ -224,8 +225,10 @@ def _store(rank: int, limit: timedelta) -> Any:
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         if is_host:
             raise
-        who = "the agent" if is_agents else "rank 0"
-        raise LostPeer(f"{who} did not answer at {host}:{port} within {limit.total_seconds():g} s") from error
+        other_side = "the agent" if is_agents else "rank 0"
+        raise LostPeer(
+            f"{other_side} did not answer at {host}:{port} within {limit.total_seconds():g} s"
+        ) from error
     return dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 

@@ -23,8 +23,11 @@ class Terms(NamedTuple):
 
     @classmethod
     def of(cls, workload: Workload) -> Self:
-        draws, sums, window = workload.dropout > 0, workload.micro_batches > 1, workload.loss_scale_window
-        return cls(workload.dtype, workload.clip_norm, draws, sums, loss_scale_window=window)
+        has_dropout, accumulates = workload.dropout > 0, workload.micro_batches > 1
+        loss_scale_window = workload.loss_scale_window
+        return cls(
+            workload.dtype, workload.clip_norm, has_dropout, accumulates, loss_scale_window=loss_scale_window
+        )
 
     @property
     def waits_for_norm(self) -> bool:

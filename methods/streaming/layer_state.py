@@ -1,8 +1,8 @@
-"""A layer at its home (the memory where its state lives): flat slabs of weights, gradient and AdamW state, the module
-that computes, and the layer's updates.
+"""A layer in its home, which is the memory that stores the layer's state: flat slabs of weights, gradient and AdamW
+state, the module that computes, and the layer's updates.
 
-A layer takes all micro-batches of a step, one after the other. For each micro-batch a tuple of tensors passes between
-layers; for the harness's GPT this is one tensor (B, T, D) of B samples, T tokens, D hidden."""
+A layer computes all micro-batches of a step, one after the other. For each micro-batch a tuple of tensors passes
+between layers; for the harness's GPT this is one tensor (B, T, D) of B samples, T tokens, D hidden."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
 
 
-# elements drawn at once for a rank's part of a layer: few, because host memory is nearly full then
+# random elements drawn at once for a rank's part of a layer: few, because host memory is nearly full at that time
 DRAWN = 2**14
-# tensors that one layer passes to the next, for one micro-batch; a gradient of None is zero
+# The tensors that one layer passes to the next for one micro-batch, or their gradients; None: that gradient is zero.
 Passed = tuple[Any, ...]
 
 
@@ -61,14 +61,14 @@ class NamedLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Home:
-    """The memory where a layer's state lives, and what of the state it holds. A layer is resident unless its home is
-    the host.
+    """The memory that stores a layer's state, and which parts of the state have room there. A layer is resident (on
+    the device) unless its home is the host.
 
     `spare`: a second state, into which a speculative update writes before the clip factor is known; a commit exchanges
-    both states. `streamed` layers live on the host and are updated on the device, in a slot. Without `has_gradient` the
-    home has no memory for the gradient: the device updates the layer right after its backward pass. With a `shelf` the
-    optimizer's state is on the disk, at that shelf. A `bare` layer is never updated: it has no optimizer's state, and
-    on the host no gradient."""
+    both states. `streamed` layers live on the host and are updated on the device, in a slot. If `has_gradient` is
+    False, the home has no memory for the gradient: the device updates the layer right after its backward pass. If there
+    is a `shelf`, the optimizer's state is on the disk, in that shelf. A `bare` layer is never updated: it has no
+    optimizer's state, and on the host no gradient."""
 
     on_host: bool
     spare: bool = False
@@ -138,7 +138,7 @@ class LayerState:
         block = block_numel(self.terms.dtype) if by_device else CHUNK
         by_kernel = takes_one_pass(self.current, self.steps.device.type)
         self.chunks = chunks(self.pieces, numel if by_kernel else block)
-        self.updater = "update" if home.on_host else "compute"  # row of update() in a trace
+        self.updater = "update" if home.on_host else "compute"  # the row of a trace that shows update()
 
     @classmethod
     def of_model(
@@ -157,21 +157,23 @@ class LayerState:
         """Return, by name, the tensors to fill with starting values. If the fp32 master is split (its upper 16 bits are
         the weights), the tensors lie in the first moment's slab."""
         names = (self.prefix + name for name in self.layout.names)
-        return zip(names, self.layout.views(state.exp_avg if state.is_split else joined(state)), strict=True)
+        return zip(
+            names, self.layout.views(state.exp_avg if state.has_split_master else joined(state)), strict=True
+        )
 
     def keep_drawn(self, state: State) -> Future:
         """Store the drawn values as the state's master and weights."""
-        drawn = state.exp_avg if state.is_split else joined(state)
+        drawn = state.exp_avg if state.has_split_master else joined(state)
         for start in range(0, len(drawn), CHUNK):
             keep_(state.cut(start, start + CHUNK), drawn[start : start + CHUNK])
-        if state.is_split:
+        if state.has_split_master:
             drawn.zero_()
         return self.updated
 
     def draw_part(self, workload: Workload) -> None:
         """Draw the starting values of this rank's part of a layer. Every whole tensor that reaches into the part is
         drawn block by block; only the part's elements are kept."""
-        part = self.current.exp_avg if self.current.is_split else joined(self.current)
+        part = self.current.exp_avg if self.current.has_split_master else joined(self.current)
         for name, place in self.layout.places.items():
             if place.start >= self.first + len(part) or place.stop <= self.first:
                 continue
@@ -232,9 +234,11 @@ class LayerState:
             self.boundary.arrive()
         with self.device.span("compute", "backward", self.prefix):
             self.collect_gradients(grads)
-            for (x, edges), dy in zip(saved, dys, strict=True):
-                known = [(edge, grad) for edge, grad in zip(edges, dy, strict=True) if grad is not None]
-                torch.autograd.backward([edge for edge, _ in known], [grad for _, grad in known])
+            for (x, output_edges), dy in zip(saved, dys, strict=True):
+                pairs = [
+                    (edge, grad) for edge, grad in zip(output_edges, dy, strict=True) if grad is not None
+                ]
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
                 dxs.append(tuple(tensor.grad for tensor in x if tensor.requires_grad))
         if self.boundary is not None:
             self.boundary.leave()
@@ -281,8 +285,8 @@ class LayerState:
 
     def update_when_landed(self, settings: Settings, clip: Clip) -> None:
         """Queue the update on the host's threads. The update starts when the gradient and the clip factor have arrived;
-        only the layer's next prefetch waits for the update's end. If the factor is 1 and a speculative update is
-        complete, commit it instead."""
+        only the layer's next prefetch waits until the update is complete. If the factor is 1 and a speculative update
+        is complete, commit the speculative update instead."""
         landed, spare, ahead = self.landed, self.spare, self.speculation
         step = ahead.step if ahead else self.next_step(settings)
 

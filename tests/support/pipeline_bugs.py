@@ -19,7 +19,7 @@ BUGS = [
     PipelineBug(
         "tied_gradient_not_summed",
         GRADIENTS,
-        "all_reduce(mine.grad, self.groups.pairs[pair])",
+        "all_reduce(own_master.grad, self.groups.pairs[pair])",
         "pass",
     ),
     PipelineBug(

@@ -24,8 +24,8 @@ from methods.pipeline.cut_model import CutModel
 
 
 def measure(order: dict[str, Any]) -> str:
-    """Measure the model as one rank; rank 0 writes the profile. Return the note of its Seat. torchrun's
-    environment variables tell how to find the other ranks. `order`: the request of `./run.sh varuna profile`. Raises
+    """Measure the model as one rank; rank 0 writes the profile. Return the note of this rank's Seat. The environment
+    variables of torchrun name the other ranks' address. `order`: the request of `./run.sh varuna profile`. Raises
     ValueError if the order's device is cuda, but a rank has no GPU of its own."""
     workload = Workload(**order["workload"])
     torch.set_num_threads(max(1, available_cores() // order["num_ranks"]))
@@ -34,13 +34,13 @@ def measure(order: dict[str, Any]) -> str:
         tokens = torch.randint(workload.vocab_size, (size, workload.seq_len + 1))
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
-    whole = CutModel(workload)
+    model = CutModel(workload)
     profiler = Profiler(
-        whole.to(DTYPES[workload.dtype]),
+        model.to(DTYPES[workload.dtype]),
         "cpu" if order["device"] == "cpu" else -1,
         workload.dtype == "fp16",
         make_optimizer=adamw,
-        init_weights=whole.init_weights,
+        init_weights=model.init_weights,
     )
     if order["device"] == "cuda" and profiler.device.type != "cuda":
         raise ValueError(
@@ -58,21 +58,21 @@ def measure(order: dict[str, Any]) -> str:
     return profiler.note
 
 
-def measure_as_rank(order: dict[str, Any], environment: dict[str, str], tells: int) -> int:
-    """Measure as one of several ranks; return the exit code 0. Write the note of its Seat or, if an error
-    occurs, the error to the file descriptor `tells`, as one line. Raise the error."""
+def measure_as_rank(order: dict[str, Any], environment: dict[str, str], report_fd: int) -> int:
+    """Measure as one of several ranks; return the exit code 0. Write the note of the rank's Seat, or an error as
+    one line, to the file descriptor `report_fd`. Raises that error."""
     os.environ |= environment
     try:
-        os.write(tells, measure(order).encode())
+        os.write(report_fd, measure(order).encode())
     except Exception as error:
-        os.write(tells, one_line(error).encode())
+        os.write(report_fd, one_line(error).encode())
         raise
     return 0
 
 
 def one_line(error: Exception) -> str:
-    """Return the error as one line: whoever asks for the profile shows the last line alone, and an error of CUDA has
-    several."""
+    """Return the error as one line, because `varuna profile` shows only the last line of an error, and an error of CUDA
+    has several lines."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:4000]
 
 
@@ -88,12 +88,16 @@ def main() -> None:
             sys.exit(one_line(error))
     else:
         agent = OneRound(lambda rank, data: messages.update({rank: data.decode(errors="replace")}))
-        failed = agent.meet(partial(measure_as_rank, order), num_ranks, num_ranks, Rendezvous())
+        exit_codes_of_failed = agent.meet(partial(measure_as_rank, order), num_ranks, num_ranks, Rendezvous())
         if agent.is_interrupted:
             sys.exit("interrupted")
-        if failed:
-            first = min(failed, key=lambda rank: bool(LOST_RANK.search(messages.get(rank, ""))))
-            sys.exit(f"rank {first}: {messages.get(first, f'exit code {failed[first]}')}")
+        if exit_codes_of_failed:
+            first_failed = min(
+                exit_codes_of_failed, key=lambda rank: bool(LOST_RANK.search(messages.get(rank, "")))
+            )
+            sys.exit(
+                f"rank {first_failed}: {messages.get(first_failed, f'exit code {exit_codes_of_failed[first_failed]}')}"
+            )
     print(json.dumps(messages.get(0, "")))
 
 

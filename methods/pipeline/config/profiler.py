@@ -41,7 +41,7 @@ from methods.pipeline.seat import take_seat
 from methods.pipeline.transport import gathered, leave
 
 MOST_REPEATS = 16
-RUNS = 7  # number of measured runs, whose median the profile has; an additional first run is left out
+RUNS = 7  # number of measured runs, whose median the profile has; an additional first run is not counted
 LIMIT_SECONDS = 1800.0  # longest wait for another rank
 
 
@@ -117,8 +117,8 @@ class Profiler:
         messages, sums = [], []
         if self.world_size > 1 and len(costs) == len(self.sections):
             sent = {cost.activation_bytes for section in costs.values() for cost in section} - {0}
-            messages = self._messages(_least_middle_most(sent), batches)
-            sums = self._sums(min(BUCKET_BYTES, max(4 * sum(num_params), 64)))
+            messages = self._time_messages(_least_middle_most(sent), batches)
+            sums = self._time_sums(min(BUCKET_BYTES, max(4 * sum(num_params), 64)))
         sections = [
             Section(count, updates.get(number, 0.0), costs.get(number, []))
             for number, count in enumerate(num_params)
@@ -134,10 +134,10 @@ class Profiler:
 
     def _check_sections(self, batches: Mapping[int, Inputs]) -> None:
         """Keep what each section returns, without memory. Raises ValueError if a value cannot be sent."""
-        self._returned = {
+        self._returned_values = {
             size: [values for values, _ in probe(self.sections, batch)] for size, batch in batches.items()
         }
-        for returned in self._returned.values():
+        for returned in self._returned_values.values():
             for number, values in enumerate(returned[:-1]):
                 specs_of(values, number)
 
@@ -147,15 +147,15 @@ class Profiler:
         self._seconds: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
         self._updates: dict[int, list[float]] = defaultdict(list)
         self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
-        self._too_large: set[tuple[int, int]] = set()
-        self._crowded = self._alone = 0.0
-        # ids of the tensors of the section at hand that came from the meta device
+        self._too_large_sizes: set[tuple[int, int]] = set()
+        self._elapsed_seconds = self._core_seconds = 0.0
+        # ids of the tensors that _enter() brought from the meta device to this device
         self._from_meta: set[int] = set()
         for _ in range(RUNS + 1):
             for first in range(0, len(self.sections), self.world_size):
                 self._meet()
                 # A rank for which no section is left measures one of the first sections again, so that no rank is idle.
-                self._visit((first + self.rank) % len(self.sections), batches)
+                self._measure_section((first + self.rank) % len(self.sections), batches)
 
     def _costs(self) -> dict[int, list[SectionCost]]:
         """Return the costs of all ranks' sections, by the section's number."""
@@ -177,7 +177,7 @@ class Profiler:
         medians = [(number, statistics.median(rounds[1:])) for number, rounds in self._updates.items()]
         return {number: seconds for of_rank in self._gathered(medians) for number, seconds in of_rank}
 
-    def _visit(self, number: int, batches: Mapping[int, Inputs]) -> None:
+    def _measure_section(self, number: int, batches: Mapping[int, Inputs]) -> None:
         """Time the passes of section `number` with each size of micro-batch, and the section's update. If memory runs
         out at a size, drop this size and all larger sizes, in later rounds too.
         """
@@ -185,13 +185,13 @@ class Profiler:
         try:
             self._enter(number)
             for size, batch in batches.items():
-                if (number, size) in self._too_large:
+                if (number, size) in self._too_large_sizes:
                     break
                 values = self._values(number, size, batch)
                 # Run about as many samples at each size: on busy cores, a single short pass often ends before another
                 # process takes the core, and would seem faster.
                 num_repeats = max(1, min(MOST_REPEATS, max(batches) // size))
-                passes = [self._timed(module, values) for _ in range(num_repeats)]
+                passes = [self._time_passes(module, values) for _ in range(num_repeats)]
                 means = [statistics.mean(seconds) for seconds in zip(*passes, strict=True)]
                 self._seconds[number, size].append(means)
                 if (number, size) not in self._bytes:
@@ -201,7 +201,7 @@ class Profiler:
         except (RuntimeError, MemoryError) as error:
             if not of_exception(error, "profile", {}).status.startswith("oom"):
                 raise
-            self._too_large.add((number, size))
+            self._too_large_sizes.add((number, size))
             for larger in batches:
                 if larger >= size:
                     self._seconds.pop((number, larger), None)
@@ -230,15 +230,17 @@ class Profiler:
         )
 
     def _values(self, number: int, size: int, batch: Inputs) -> Values:
-        returned = self._returned[size]
-        received = [self._drawn(tensor) for tensor in returned[number - 1]] if number else []
+        returned = self._returned_values[size]
+        received = [self._random_like(tensor) for tensor in returned[number - 1]] if number else []
         grads = None
         if number < len(self.sections) - 1:
-            grads = [self._drawn(tensor).detach() for tensor in returned[number] if tensor.requires_grad]
+            grads = [
+                self._random_like(tensor).detach() for tensor in returned[number] if tensor.requires_grad
+            ]
         inputs = [moved(batch.get(name), self.device, self.dtype) for name in self.sections[number].inputs]
         return Values(received, inputs, grads)
 
-    def _drawn(self, like: Tensor) -> Tensor:
+    def _random_like(self, like: Tensor) -> Tensor:
         """Return a tensor in place of `like`, which another section would send: random numbers, or zeros if `like`
         holds integers."""
         if not like.is_floating_point():
@@ -247,28 +249,28 @@ class Profiler:
             like.requires_grad
         )
 
-    def _timed(self, module: nn.Module, values: Values) -> list[float]:
+    def _time_passes(self, module: nn.Module, values: Values) -> list[float]:
         """Return the seconds of four operations: a forward pass, copying its output to the host and back, a recompute
         and a backward pass."""
         with torch.no_grad():
-            outputs, forward = self._clocked(module, *values.received, *values.inputs)
-            _, copy = self._clocked(self._copies, [] if values.grads is None else outputs)
-        outputs, recompute = self._clocked(module, *values.received, *values.inputs)
-        _, backward = self._clocked(_run_backward, outputs, values.grads)
+            outputs, forward = self._call_timed(module, *values.received, *values.inputs)
+            _, copy = self._call_timed(self._copies, [] if values.grads is None else outputs)
+        outputs, recompute = self._call_timed(module, *values.received, *values.inputs)
+        _, backward = self._call_timed(_run_backward, outputs, values.grads)
         return [forward, copy, recompute, backward]
 
-    def _clocked(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    def _call_timed(self, function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
         """Call the function. Return its result and its seconds, without the seconds in which this thread waited for a
         core."""
         self._synchronize()
-        began, waited = time.perf_counter(), self._waited_seconds()
-        returned = work(*arguments)
+        began, waited_seconds = time.perf_counter(), self._waited_seconds()
+        returned = function(*arguments)
         self._synchronize()
-        seconds, waited = time.perf_counter() - began, self._waited_seconds() - waited
-        self._crowded += seconds
-        alone = max(0.0, seconds - waited)  # the kernel counts the wait by a clock of its own
-        self._alone += alone
-        return returned, alone
+        seconds, waited_seconds = time.perf_counter() - began, self._waited_seconds() - waited_seconds
+        self._elapsed_seconds += seconds
+        core_seconds = max(0.0, seconds - waited_seconds)  # the kernel counts the wait by another clock
+        self._core_seconds += core_seconds
+        return returned, core_seconds
 
     def _waited_seconds(self) -> float:
         """Return the seconds for which this thread has waited for a core so far. Return 0.0 on a GPU, and on a system
@@ -290,7 +292,7 @@ class Profiler:
         for copy in copies:
             copy.grad = torch.ones_like(copy)
         optimizer.step()
-        return self._clocked(optimizer.step)[1]
+        return self._call_timed(optimizer.step)[1]
 
     def _copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
@@ -328,20 +330,22 @@ class Profiler:
         return list(map(json.loads, gathered(json.dumps(message).encode(), group)))
 
     def _crowding(self) -> tuple[float, int, float | None]:
-        """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `num_ranks`: number of ranks on rank
-        0's machine."""
-        hosts = self._gathered(socket.gethostname())
-        seconds = self._gathered((self._crowded, self._alone))
-        crowded, alone = sum(pair[0] for pair in seconds), sum(pair[1] for pair in seconds)
+        """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `crowding`: the seconds that all ranks'
+        passes took, divided by the seconds in which these passes had a core. `num_ranks`: number of ranks on the
+        machine of rank 0. `num_served`: number of ranks whose threads the machine's cores can run at once; None on a
+        GPU."""
+        host_names = self._gathered(socket.gethostname())
+        seconds = self._gathered((self._elapsed_seconds, self._core_seconds))
+        elapsed, core_seconds = sum(pair[0] for pair in seconds), sum(pair[1] for pair in seconds)
         num_served = available_cores() / torch.get_num_threads() if self.device.type == "cpu" else None
-        return crowded / alone, hosts.count(hosts[0]), num_served
+        return elapsed / core_seconds, host_names.count(host_names[0]), num_served
 
-    def _messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
+    def _time_messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
         """Time messages of these sizes, in bytes, between neighboring ranks; a message takes half of a round trip. The
-        pairs of ranks 0 and 1, 2 and 3, ... are timed at once, then the pairs 1 and 2, 3 and 4, .... Meanwhile both
-        ranks of a pair compute.
+        pairs of ranks (0, 1), (2, 3), ... exchange messages at once, then the pairs (1, 2), (3, 4), .... While a pair
+        exchanges messages, both ranks of the pair compute.
         """
-        hosts, timings = self._gathered(socket.gethostname()), []
+        host_names, timings = self._gathered(socket.gethostname()), []
         number = self.rank % len(self.sections)
         module, values = self._enter(number), self._values(number, *next(iter(batches.items())))
         with ThreadPoolExecutor(1) as pool:
@@ -352,17 +356,17 @@ class Profiler:
                     if lower < 0 or lower + 1 == self.world_size:
                         continue
                     running = pool.submit(
-                        self._round_trips, 2 * lower + 1 - self.rank, size, self.rank == lower
+                        self._time_round_trips, 2 * lower + 1 - self.rank, size, self.rank == lower
                     )
                     while not running.done():
                         _run_backward(module(*values.received, *values.inputs), values.grads)
-                    is_one_machine = hosts[lower] == hosts[lower + 1]
+                    is_one_machine = host_names[lower] == host_names[lower + 1]
                     timings.append(((is_one_machine, size), statistics.median(running.result()[1:]) / 2))
         self._leave(module)
         return [Message(*key) for key in self._medians(timings)]
 
     @staticmethod
-    def _round_trips(peer: int, num_bytes: int, is_first: bool) -> list[float]:
+    def _time_round_trips(peer: int, num_bytes: int, is_first: bool) -> list[float]:
         message, seconds = torch.zeros(num_bytes, dtype=torch.uint8), []
         for _ in range(RUNS + 1):
             began = time.perf_counter()
@@ -371,28 +375,28 @@ class Profiler:
             seconds.append(time.perf_counter() - began)
         return seconds
 
-    def _sums(self, num_bytes: int) -> list[Sum]:
-        """Time all-reduces of `num_bytes` and of `num_bytes` / 8, over 2, 4, 8, ... ranks and over all ranks. The
-        numbers of a group's ranks are as far apart as the rank numbers of a stage's replicas would be.
+    def _time_sums(self, num_bytes: int) -> list[Sum]:
+        """Time all-reduces of `num_bytes` and of `num_bytes` / 8, over 2, 4, 8, ... ranks and over all ranks. In each
+        group the difference between one rank and the next is the same, as among the replicas of a stage.
         """
         timings = []
         powers = {2**power for power in range(1, self.world_size.bit_length())}
         for num_ranks in sorted({self.world_size, *powers}):
-            apart = self.world_size // num_ranks
-            if not apart:
+            distance = self.world_size // num_ranks
+            if not distance:
                 continue
             groups = [
-                dist.new_group([first + apart * index for index in range(num_ranks)])
-                for first in range(apart)
+                dist.new_group([first + distance * index for index in range(num_ranks)])
+                for first in range(distance)
             ]
             for size in sorted({num_bytes // 8, num_bytes}):
                 self._meet()
                 seconds = []
-                for _ in range((RUNS + 1) * (self.rank < apart * num_ranks)):
+                for _ in range((RUNS + 1) * (self.rank < distance * num_ranks)):
                     tensor = torch.zeros(size // 4, device=self.device)
                     self._synchronize()
                     began = time.perf_counter()
-                    dist.all_reduce(tensor, group=groups[self.rank % apart])
+                    dist.all_reduce(tensor, group=groups[self.rank % distance])
                     self._synchronize()
                     seconds.append(time.perf_counter() - began)
                 if seconds:
@@ -401,11 +405,11 @@ class Profiler:
 
     def _medians(self, timings: Sequence[tuple[Any, float]]) -> list[Any]:
         """Return each key, extended by the median over all ranks of the seconds that were measured for the key."""
-        together: dict[Any, list[float]] = defaultdict(list)
+        seconds_by_key: dict[Any, list[float]] = defaultdict(list)
         for of_rank in self._gathered(timings):
             for key, seconds in of_rank:
-                together[tuple(key)].append(seconds)
-        return [(*key, statistics.median(of_ranks)) for key, of_ranks in sorted(together.items())]
+                seconds_by_key[tuple(key)].append(seconds)
+        return [(*key, statistics.median(of_ranks)) for key, of_ranks in sorted(seconds_by_key.items())]
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -423,6 +427,6 @@ def _run_backward(outputs: Any, grads: Sequence[Tensor] | None) -> None:
         loss = outputs[0] if isinstance(outputs, tuple | list) else outputs
         loss.float().reshape(()).backward()
     else:
-        wanted = [tensor for tensor in outputs if tensor.requires_grad]
-        if wanted:  # `wanted` is empty if all parameters up to this section are frozen
-            torch.autograd.backward(wanted, list(grads))
+        trained_outputs = [tensor for tensor in outputs if tensor.requires_grad]
+        if trained_outputs:  # `trained_outputs` is empty if all parameters up to this section are frozen
+            torch.autograd.backward(trained_outputs, list(grads))

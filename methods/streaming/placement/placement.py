@@ -44,15 +44,15 @@ HOMES = ("device", "host")  # the homes that the ends (embedding, head) and the 
 def parse(text: str, num_layers: int) -> str:
     """Parse a placement into a letter for each layer, bottom first.
 
-    A last run without a length takes all layers that are left. `~S2` at the end spreads two streamed layers evenly
+    If the last run has no length, it takes all remaining layers. `~S2` at the end spreads two streamed layers evenly
     among the layers above the resident ones at the bottom; `~R2` spreads two more resident layers in the same way.
     Raises ValueError if the text does not place `num_layers`.
     """
     spreads = re.fullmatch(r"(.*)~([RS])(\d+)", text)
     if spreads and int(spreads[3]) < num_layers:
-        others = parse(spreads[1], num_layers - int(spreads[3]))
-        bottom = len(others) - len(others.lstrip("R"))
-        return others[:bottom] + spread(others[bottom:], spreads[2], int(spreads[3]))
+        other_layers = parse(spreads[1], num_layers - int(spreads[3]))
+        bottom = len(other_layers) - len(other_layers.lstrip("R"))
+        return other_layers[:bottom] + spread(other_layers[bottom:], spreads[2], int(spreads[3]))
     runs = re.findall(r"([A-Z])(\d*)", text)
     if not runs or "".join(map("".join, runs)) != text or not {letter for letter, _ in runs} <= set(KINDS):
         known = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
@@ -72,12 +72,18 @@ def placement_text(kinds: str) -> str:
     """Format a placement: RRWWW as R2W3, RRSSW as R2W1~S2, RRSRSW as R1W1~S2~R2."""
     bottom = len(kinds) - len(kinds.lstrip("R"))
     letter, below, above = "S", bottom, kinds[bottom:].count("R")
-    if above:  # the lowest spread R look as if they were among the R at the bottom
+    if above:  # the lowest of the spread R follow the R at the bottom directly
         letter, below = "R", bottom - math.ceil(above / max(1, len(kinds) - bottom - above - 1))
-    rest = kinds[max(below, 0) :].replace(letter, "")
-    number = len(kinds) - below - len(rest)
-    if below >= 0 and rest and number and "R" not in rest and spread(rest, letter, number) == kinds[below:]:
-        return f"{placement_text(kinds[:below] + rest)}~{letter}{number}"
+    others = kinds[max(below, 0) :].replace(letter, "")
+    number = len(kinds) - below - len(others)
+    if (
+        below >= 0
+        and others
+        and number
+        and "R" not in others
+        and spread(others, letter, number) == kinds[below:]
+    ):
+        return f"{placement_text(kinds[:below] + others)}~{letter}{number}"
     return _runs(kinds)
 
 
@@ -86,9 +92,9 @@ def shrink(kinds: str, num_layers: int) -> str:
     enough layers."""
     letters = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     for kind in dict.fromkeys(kinds):
-        several = [i for i, other in enumerate(letters) if letters.count(other) > 1]
-        if kind not in letters and several:
-            letters[several[-1]] = kind
+        repeatable = [i for i, other in enumerate(letters) if letters.count(other) > 1]
+        if kind not in letters and repeatable:
+            letters[repeatable[-1]] = kind
             letters.sort(key=kinds.index)
     return "".join(letters)
 
@@ -178,8 +184,8 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
 
 
 def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> list[int]:
-    """Return the number of parameters of each part of the ends if `home` is the host; for any other `home`, an empty
-    list. Raises ValueError for an unknown home, and for the host with several ranks."""
+    """Return the numbers of parameters of the embedding and of the head if `home` is the host; for any other `home`,
+    an empty list. Raises ValueError for an unknown home, and for the host with several ranks."""
     if home not in (None, *HOMES):
         raise ValueError(f"ends: expected {' or '.join(HOMES)}, got {home!r}; try --option ends=device")
     if home == "host" and num_ranks > 1:
@@ -190,7 +196,7 @@ def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> li
 
 
 def home_of_boundaries(home: str | None) -> str:
-    """Return the memory that keeps boundaries for the backward pass, "device" or "host"; if `asked` is None, "device".
+    """Return the memory that keeps boundaries for the backward pass, "device" or "host"; if `home` is None, "device".
     Raises ValueError for any other name."""
     if home not in (None, *HOMES):
         raise ValueError(
@@ -210,7 +216,7 @@ class Activations(NamedTuple):
 @dataclass(frozen=True)
 class PlacedLayers:
     """Layers of these kinds, and the bytes that they need. `workload`: the workload of one rank; with several ranks,
-    each rank keeps its part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates
+    each rank has its part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates
     do not wait for the norm. `activations`: the memory that keeps the layers' inputs for the backward pass.
     `hosted_ends`: parameters of the parts of embedding and head that live on the host; empty: both are on the
     device."""
@@ -290,17 +296,18 @@ class PlacedLayers:
 
     @property
     def ends_on_device(self) -> int:
-        """Number of the ends' parameters that live on the device."""
+        """Number of the parameters of embedding and head that live on the device."""
         return 0 if self.hosted_ends else self.workload.end_params
 
     @property
     def ends_numel(self) -> int:
-        """Elements of the device memory in which both parts of ends on the host take turns."""
+        """Elements of the device memory that embedding and head use in turn if they live on the host: the elements of
+        the larger of the two; 0 if they live on the device."""
         return max(self.hosted_ends, default=0)
 
     @property
     def num_kept(self) -> int:
-        """Number of layers whose inputs the device has room for."""
+        """Number of layers whose inputs fit the device's memory for boundaries."""
         return len(self.kinds) if self.activations == "device" else num_boundaries(len(self.kinds))
 
     @cached_property
@@ -324,7 +331,8 @@ class PlacedLayers:
     def _device_bytes(self) -> dict[str, int]:
         size, on_device = self.workload.weight_bytes, self.ends_on_device + self.params["R"]
         device = {kind: per_param * on_device for kind, per_param in self.bytes_at_home.items()}
-        # Ends on the host need room for the weights and the gradient of the larger part.
+        # If embedding and head live on the host, they use the same memory on the device in turn. This memory has room
+        # for the weights and the gradient of the larger of the two.
         device["weights"] += size * (self.params["P"] + self.ends_numel)
         device["gradients"] += size * self.ends_numel - (0 if self.clipping else size * self.params["R"])
         waits = self.clipping is not None

@@ -34,7 +34,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """A trainer's options of that name; None: not chosen."""
+    """The options of a trainer that have these names; None: the user has not chosen."""
 
     placement: str | None
     window_size: int | None
@@ -82,41 +82,41 @@ def fitting(script: Script, options: PlacementOptions, limits: MemoryLimits) -> 
 
 def _too_large(plan: Plan, room: Room, shortfall: str, device: str) -> str:
     tried = f"; tried, too: {plan.tried}" if plan.tried else ""
-    more = "more memory"
+    advised_memory = "more memory"
     if device == "cuda" and "device" in plan.lacks(room):
         least = cuda_budget.budget_bytes(plan.device_bytes, cuda_budget.context_bytes())
-        more = f"device_memory={least}, which covers the GPU's context and a reserve"
-    return f"{shortfall}{tried}; try another placement, smaller batches, or {more}"
+        advised_memory = f"device_memory={least}, which covers the GPU's context and a reserve"
+    return f"{shortfall}{tried}; try another placement, smaller batches, or {advised_memory}"
 
 
 def free_failed_pass(device: str) -> None:
-    """Free the memory of a backward pass that raised an error. Autograd's thread of the device frees the pass after
-    backward() has raised; another pass through the same thread ends only after that."""
+    """Free the memory of a backward pass that raised an error. One thread of autograd frees this memory, after
+    backward() has raised the error. So run another pass in the same thread, which ends only when the memory is free."""
     torch.zeros((), device=device, requires_grad=True).neg().backward()
     gc.collect()
 
 
 def sizes_by_trial(script: Script, limits: MemoryLimits, boundaries: str) -> UserSizes:
-    """Return the model's sizes, measured in one forward and backward pass of the example, whose gradients are dropped.
-    `boundaries`: the memory that keeps the layers' inputs meanwhile."""
+    """Return the model's sizes, measured in one forward and backward pass of the example. The gradients of this pass
+    are dropped. `boundaries`: the memory that keeps the layers' inputs between both passes, "device" or "host"."""
     trial = UserTraining(script)
-    name = trial.device.type
-    if name == "cpu":
+    device_type = trial.device.type
+    if device_type == "cpu":
         raise ValueError(
             "device_memory: expected a device with its own memory, got cpu; leave device_memory out"
         )
     trial._set_up(TrialStream, bare=True, boundaries=boundaries)
     buffers = [(buffer, buffer.clone()) for buffer in script.model.buffers()]
     try:
-        indices = [torch.cuda.current_device()] if name == "cuda" else []
-        random = torch.random.fork_rng(indices, device_type="cuda")
-        with trial, capped(trial.device, limits.device_bytes), random:
-            reset_peaks(name)
+        indices = [torch.cuda.current_device()] if device_type == "cuda" else []
+        forked_random_state = torch.random.fork_rng(indices, device_type="cuda")
+        with trial, capped(trial.device, limits.device_bytes), forked_random_state:
+            reset_peaks(device_type)
             trial.scale(limits.example()).backward()
-            peak_bytes = device_peaks(name)["device_allocated"]
+            peak_bytes = device_peaks(device_type)["device_allocated"]
     finally:
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for buffer, values_before in buffers:
+            buffer.copy_(values_before)
         for parameter in trial.user.rest:
             parameter.grad = None
             give(parameter, parameter.detach().cpu())

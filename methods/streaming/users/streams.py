@@ -1,5 +1,5 @@
-"""The bodies of the methods' loops over layers, for a user's model: the user's own loop calls them one layer at a
-time."""
+"""Streams of layers for a user's model. A stream does for one layer what a method's loop over layers does in each turn.
+The passes of the user's model call the stream, layer by layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from methods.streaming.window import Window
 
 
 class LayerStream(Protocol):
-    """The body of a method's loop over layers. `place`: a layer's index, from 0."""
+    """Does for one layer what a method's loop over layers does in each turn. `place`: the layer's index, from 0."""
 
     states: list[LayerState]
     scale: LossScale
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
 
 
 class WindowStream:
-    """The body of the loop in methods/stronghold.py: layers slide through a window."""
+    """Computes a layer as the loop in methods/stronghold.py: layers pass through a window of slots."""
 
     def __init__(
         self, parts: Parts, kinds: str, window_size: int, clipping: str | None, disk: str | None
@@ -123,7 +123,7 @@ class WindowStream:
 
 
 class OneLayerStream:
-    """The body of the loop in methods/l2l.py: one layer at a time on the device."""
+    """Computes a layer as the loop in methods/l2l.py: one layer at a time is on the device."""
 
     clip: Clip
     waits = True
@@ -136,8 +136,8 @@ class OneLayerStream:
             LayerState(parts.device, layer, layers.terms, home) for layer in layers.layers
         )
         self.max_norm, self.scale = layers.terms.clip_norm, LossScale(layers.terms)
-        largest = max(self.states, key=lambda state: state.layout.numel)
-        self.slot, self.gradients = Slot(largest), GradientRoom(largest)
+        largest_layer = max(self.states, key=lambda state: state.layout.numel)
+        self.slot, self.gradients = Slot(largest_layer), GradientRoom(largest_layer)
 
     def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
         self.slot.load(self.states[place])
@@ -168,9 +168,8 @@ class OneLayerStream:
 
 
 class TrialStream:
-    """Runs both passes, one layer at a time, without updates, to measure the memory that the model needs beside its
-    layers.
-    """
+    """Runs the forward and the backward pass, one layer at a time, without updates, to measure the memory that the
+    model needs beside its layers."""
 
     clip: Clip  # never set: a trial makes no step
     waits = False
@@ -182,11 +181,16 @@ class TrialStream:
             LayerState(parts.device, layer, layers.terms, Home(on_host=True, bare=True))
             for layer in layers.layers
         )
-        largest = max(self.states, key=lambda state: state.layout.numel)
-        self.slot, self.gradients = Slot(largest), GradientRoom(largest)
-        slabs = (self.slot.state.weights, self.gradients.slab, parts.ends.current.weights, parts.ends.grads)
+        largest_layer = max(self.states, key=lambda state: state.layout.numel)
+        self.slot, self.gradients = Slot(largest_layer), GradientRoom(largest_layer)
+        planned_slabs = (
+            self.slot.state.weights,
+            self.gradients.slab,
+            parts.ends.current.weights,
+            parts.ends.grads,
+        )
         # the part of the peak that a plan computes by arithmetic
-        self.known_bytes = sum(slab.nbytes for slab in slabs)
+        self.known_bytes = sum(slab.nbytes for slab in planned_slabs)
 
     def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
         self.slot.load(self.states[place])
