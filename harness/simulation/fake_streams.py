@@ -269,7 +269,7 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
         (slot.Slot, "__init__", named(numbered("slot"))),
         (slot.GradientRoom, "__init__", named(numbered("gradients"))),
         (boundaries.BoundarySlot, "__init__", named(numbered("boundaries"))),
-        (boundaries.Boundary, "__init__", named(lambda boundary: f"{boundary.of}boundary ")),
+        (boundaries.Boundary, "__init__", named(lambda boundary: f"{boundary.layer_name}boundary ")),
     ):
         function = functools.partialmethod(replacement, getattr(cls, name))
         stack.enter_context(mock.patch.object(cls, name, function))

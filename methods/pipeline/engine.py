@@ -52,26 +52,29 @@ class Engine:
     def step(self) -> None:
         """Run all passes of a step. Afterwards the stage's parameters have gradients summed over the micro-batches."""
         self.transport.expect()
-        order = [item for item in self.order if not (item.kind == "R" and self.stage.is_last)]
-        while order:
-            item = order[0]
-            if item.kind == "R" and self._goes_first():
-                item = next((other for other in order if other.kind == "F"), item)
-            order.remove(item)
-            if item.kind == "F":
-                self._forward(item.micro_batch)
-            elif item.kind == "R":
-                self._recompute(item.micro_batch)
+        remaining_passes = [
+            step_pass for step_pass in self.order if not (step_pass.kind == "R" and self.stage.is_last)
+        ]
+        while remaining_passes:
+            next_pass = remaining_passes[0]
+            if next_pass.kind == "R" and self._goes_first():
+                forward_passes = (later for later in remaining_passes if later.kind == "F")
+                next_pass = next(forward_passes, next_pass)
+            remaining_passes.remove(next_pass)
+            if next_pass.kind == "F":
+                self._forward(next_pass.micro_batch)
+            elif next_pass.kind == "R":
+                self._recompute(next_pass.micro_batch)
             else:
-                self._backward(item.micro_batch)
+                self._backward(next_pass.micro_batch)
         self.transport.finish()
 
     def evaluate(self) -> None:
         """Run the forward passes of a step without backward passes."""
         self.transport.expect(gradients=False)
-        for item in self.order:
-            if item.kind == "F":
-                self._forward(item.micro_batch)
+        for next_pass in self.order:
+            if next_pass.kind == "F":
+                self._forward(next_pass.micro_batch)
         self.stage.forget()
         self.transport.finish()
 

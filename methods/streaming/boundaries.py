@@ -1,10 +1,10 @@
 """Boundaries on the host: each layer's inputs, needed for the recompute, go to the host and come back while the device
 computes.
 
-The device has room for few boundaries: a ring of slots that layers take in turn. A layer copies its inputs into its
-slot; from the slot a copy goes home to the host while the layer computes. In the backward pass, a layer that is done
-leaves its slot to the boundary that comes back next, while another layer computes. The top layers' boundaries stay in
-their slots, so the turn from forward to backward brings nothing back.
+The device has room for few boundaries: a ring of slots that layers use in turn. A layer copies its inputs into its
+slot; while the layer computes, the inputs are copied from the slot to the host. After a layer's backward pass the next
+boundary is copied back into the layer's slot, while another layer computes. The boundaries of the top layers stay in
+their slots, so that nothing is copied between the forward and the backward pass.
 
 Only inputs that require a gradient travel. A user's model may give a layer other inputs, such as masks, which the model
 keeps itself.
@@ -33,7 +33,7 @@ class BoundarySlot:
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.device, self.slab = device, device.room(num_bytes, torch.uint8, host=False)
-        # event at the end of the last copy out of the slot or into the slot; None: no copy yet
+        # event: the last copy out of the slot, or into the slot, is complete; None: no copy yet
         self.copied: Any = None
 
     def take(self, num_bytes: int) -> Tensor:
@@ -48,19 +48,27 @@ class BoundarySlot:
 
 
 class Boundary:
-    """The inputs of the layer `of` while they wait for the backward pass. `below`: the boundary that takes the slot
-    next in the backward pass; None: no boundary takes it. `above`: True if another boundary takes the slot in the
-    forward pass, so that these inputs must go home to the host."""
+    """The inputs of the layer `layer_name` while they wait for the backward pass. `below`: the boundary that uses the
+    slot next in the backward pass; None: no boundary does. `goes_home`: True if another boundary uses the slot later in
+    the forward pass, so that these inputs must be copied to the host."""
 
     def __init__(
-        self, of: str, slot: BoundarySlot, below: Boundary | None, *, above: bool, num_bytes: int
+        self, layer_name: str, slot: BoundarySlot, below: Boundary | None, *, goes_home: bool, num_bytes: int
     ) -> None:
-        self.device, self.of, self.slot, self.below, self.above = slot.device, of, slot, below, above
+        self.device, self.layer_name, self.slot, self.below, self.goes_home = (
+            slot.device,
+            layer_name,
+            slot,
+            below,
+            goes_home,
+        )
         self.home = torch.empty(0, dtype=torch.uint8)
-        self.kept: Tensor | None = None  # the part of the slot that the inputs fill; None: no inputs are kept
+        self.kept_inputs: Tensor | None = (
+            None  # the part of the slot that the inputs fill; None: no inputs are kept
+        )
         # event: the inputs are in the slot again; None: compute need not wait for the inputs
         self.returned: Any = None
-        if above:
+        if goes_home:
             self._grow(num_bytes)
 
     def keep(self, xs: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -69,19 +77,19 @@ class Boundary:
         kept."""
         if not torch.is_grad_enabled():
             return xs
-        travelling = filter(_travels, chain.from_iterable(xs))
-        sizes = (aligned(tensor.nbytes, ALIGNED) for tensor in travelling)
+        inputs_that_travel = filter(_travels, chain.from_iterable(xs))
+        sizes = (aligned(tensor.nbytes, ALIGNED) for tensor in inputs_that_travel)
         places = list(pairwise(accumulate(sizes, initial=0)))
-        self.kept = room = self.slot.take(places[-1][1] if places else 0)
-        parts = iter([room[start:end] for start, end in places])
+        self.kept_inputs = room = self.slot.take(places[-1][1] if places else 0)
+        slot_parts = iter([room[start:end] for start, end in places])
         kept = [
-            tuple(_kept_in_slot(next(parts), tensor) if _travels(tensor) else tensor for tensor in x)
+            tuple(_kept_in_slot(next(slot_parts), tensor) if _travels(tensor) else tensor for tensor in x)
             for x in xs
         ]
-        if self.above:
+        if self.goes_home:
             self._grow(len(room))
             done, pairs = self.device.compute.record_event(), [(self.home[: len(room)], room)]
-            self.slot.copied = copy(self.device, "outbound", "boundary", self.of, [done], pairs)
+            self.slot.copied = copy(self.device, "outbound", "boundary", self.layer_name, [done], pairs)
         return kept
 
     @property
@@ -96,46 +104,51 @@ class Boundary:
             self.returned = None
 
     def leave(self) -> None:
-        """After the layer's backward pass, leave the slot to the next boundary, and queue that boundary's copy back."""
-        self.kept = None
+        """After the layer's backward pass, queue the copy of the next boundary from the host into this slot."""
+        self.kept_inputs = None
         if self.below is not None:
             self.below.come_back()
 
     def come_back(self) -> None:
-        """Queue the copy of the inputs from home into the slot. The inputs have reached home: the compute stream waited
-        for their copy before it reused the slot."""
-        assert self.kept is not None
-        free, pairs = self.device.compute.record_event(), [(self.kept, self.home[: len(self.kept)])]
-        self.returned = self.slot.copied = copy(self.device, "inbound", "boundary", self.of, [free], pairs)
+        """Queue the copy of the inputs from the host into the slot. Their copy to the host is complete: the compute
+        stream waited for this copy before it reused the slot."""
+        assert self.kept_inputs is not None
+        free, pairs = (
+            self.device.compute.record_event(),
+            [(self.kept_inputs, self.home[: len(self.kept_inputs)])],
+        )
+        self.returned = self.slot.copied = copy(
+            self.device, "inbound", "boundary", self.layer_name, [free], pairs
+        )
 
     def _grow(self, num_bytes: int) -> None:
-        """Make the memory at home at least `num_bytes` large."""
+        """Make the memory on the host at least `num_bytes` large."""
         if len(self.home) < num_bytes:
             self.device.unlock_room(self.home)
             del self.home  # free the old memory before the larger one is made
             self.home = self.device.room(num_bytes, torch.uint8, host=True)
 
 
-def boundaries_on_host(device: Device, layers: Sequence[str], num_bytes: int) -> list[Boundary]:
-    """Return a boundary for each of the layers of these names, bottom first. Each slot, and each home that is needed,
-    has `num_bytes` at first."""
-    slots = [BoundarySlot(device, num_bytes) for _ in range(num_boundaries(len(layers)))]
+def boundaries_on_host(device: Device, layer_names: Sequence[str], num_bytes: int) -> list[Boundary]:
+    """Return a boundary for each of the layers of these names, bottom first. Each slot has `num_bytes` at first, and
+    so has each boundary's memory on the host, if the boundary needs any."""
+    slots = [BoundarySlot(device, num_bytes) for _ in range(num_boundaries(len(layer_names)))]
     boundaries: list[Boundary] = []
-    for place, of in enumerate(layers):
+    for place, layer_name in enumerate(layer_names):
         below = boundaries[place - len(slots)] if place >= len(slots) else None
-        above, slot = place + len(slots) < len(layers), slots[place % len(slots)]
-        boundaries.append(Boundary(of, slot, below, above=above, num_bytes=num_bytes))
+        goes_home, slot = place + len(slots) < len(layer_names), slots[place % len(slots)]
+        boundaries.append(Boundary(layer_name, slot, below, goes_home=goes_home, num_bytes=num_bytes))
     return boundaries
 
 
 def _travels(x: Any) -> bool:
-    """True for an input that goes home: a tensor that requires a gradient, and is no parameter. Parameters that several
-    layers share stay on the device."""
+    """True for an input that is copied to the host: a tensor that requires a gradient, and is no parameter. Parameters
+    that several layers share stay on the device."""
     return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, nn.Parameter)
 
 
 def _kept_in_slot(part: Tensor, x: Tensor) -> Tensor:
-    """Return a copy of x in this part of a slot, with x's strides if they leave no gaps. The copy is returned through
+    """Return a copy of x in this part of a slot, with x's strides if these leave no gaps. The copy is returned through
     `.data`, so that autograd does not notice when other layers overwrite the slot."""
     room = part[: x.nbytes].view(x.dtype)
     is_dense = (

@@ -1,7 +1,7 @@
 """Keeps states on the disk: the master and moments of a layer are stored in files and pass through a few host buffers.
 
 A visit reads a layer's state into a buffer, updates the state there and writes it back. While one layer is updated, the
-next layer is read and the last layer is written. A file holds one kind of state (for example, first moments) of all
+next layer is read and the previous layer is written. A file holds one kind of state (for example, first moments) of all
 layers. The whole file is reserved before the first step, so that a disk that is too small fails before training. A file
 is unlinked as soon as it is open, so that no run leaves a file behind.
 """
@@ -42,8 +42,8 @@ class File:
             torch.ops.harness.reserve(self.at(0), num_bytes)
 
     def at(self, start: int) -> Tensor:
-        """Return the place at byte `start` as torch_ops.read() and write() take it: both file descriptors, then the
-        byte."""
+        """Return three numbers for torch_ops.read() and write(): the cached and the direct file descriptor, and
+        `start`, the offset in bytes."""
         return torch.tensor([self.cached.fileno(), self.direct.fileno(), start])
 
 
@@ -73,47 +73,52 @@ class Disk:
         # A buffer is written back while the other buffers are read and updated.
         self.visitors = device.threads(max(1, len(self.buffers) - 1))
         self.visits: list[Any] = [None] * len(self.buffers)  # each buffer's last visit; None: no visit yet
-        self.turns = itertools.cycle(range(len(self.buffers)))
+        self.next_buffers = itertools.cycle(range(len(self.buffers)))
 
 
 class Shelf:
     """One layer's place in the files."""
 
     def __init__(self, disk: Disk, place: int) -> None:
-        self.disk, self.prefix = disk, ""  # prefix: how the names of the layer's tensors begin
+        self.disk, self.prefix = disk, ""  # prefix: the beginning of the names of the layer's tensors
         sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
         self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
-        self.last: Any = None  # the future of the last visit(); None: no visit yet
+        self.last_visit: Any = None  # the future of the last visit(); None: no visit yet
 
     def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
         """Queue a visit: read the state, call update(), wait for the future that update() returns, and write the state
-        back. Return a future that ends with the update; its result is a future that ends with the writing."""
-        disk, turn = self.disk, next(self.disk.turns)
-        buffer, before = disk.buffers[turn], {self.last, disk.visits[turn]} - {None}
+        back. Return a future that ends with the update. The result of this future is a second future, which
+        ends when the state is written."""
+        disk, buffer_index = self.disk, next(self.disk.next_buffers)
+        buffer = disk.buffers[buffer_index]
+        earlier_visits = {self.last_visit, disk.visits[buffer_index]} - {None}
 
-        def work() -> Any:
-            for visit in before:
+        def visit_state() -> Any:
+            for visit in earlier_visits:
                 visit.result().result()
             self._move(torch.ops.harness.read, buffer)
             update(buffer).result()
             return disk.writer.submit(lambda: self._move(torch.ops.harness.write, buffer))
 
-        self.last = disk.visits[turn] = disk.visitors.submit(work)
-        return self.last
+        self.last_visit = disk.visits[buffer_index] = disk.visitors.submit(visit_state)
+        return self.last_visit
 
     def read(self) -> list[Tensor]:
         """Return a copy of the state after the last visit."""
-        if self.last is not None:
-            self.last.result().result()
+        if self.last_visit is not None:
+            self.last_visit.result().result()
         # not page-locked: no device reads it
         copy = [pages(self.disk.numel, dtype) for dtype in self.disk.dtypes]
         self._move(torch.ops.harness.read, copy)
         return copy
 
-    def _move(self, move: Any, buffer: list[Tensor]) -> None:
-        with naming_folder(self.disk.folder), self.disk.device.span("disk", move.__name__, self.prefix):
+    def _move(self, read_or_write: Any, buffer: list[Tensor]) -> None:
+        with (
+            naming_folder(self.disk.folder),
+            self.disk.device.span("disk", read_or_write.__name__, self.prefix),
+        ):
             for file, slab in zip(self.state, buffer, strict=True):
-                move(file, slab)
+                read_or_write(file, slab)
 
 
 def shelves(device: Device, num_layers: int, folder: str | None, numel: int, dtype: str) -> Iterator[Shelf]:

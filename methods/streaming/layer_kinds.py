@@ -9,7 +9,7 @@ letters R, P, W, S and D of the kinds.
     update              start the update when the norm is known, or commit the update made ahead
     drop                skip this step's update (fp16 overflow), and discard an update made ahead
 
-The window (window.py) gives a layer its slot, and takes the slot away."""
+The window (window.py) gives each layer its slot, and takes the slot away."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from methods.streaming.starting_values import draw_states
 
 
 class ResidentLayer:
-    """A layer of kind R: it is wholly on the device, which updates it. If updates wait for the norm, the layer keeps
-    its gradient until the norm is known. Otherwise its gradient is in one of `rooms`; the layer is updated at once, and
-    the next layer takes the room."""
+    """A layer of kind R: the layer is wholly on the device, and the device updates it. If updates wait for the norm,
+    the layer keeps its gradient until the norm is known. Otherwise its gradient is in one of `rooms`; the layer is
+    updated at once, and the next layer takes the room."""
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
@@ -114,24 +114,24 @@ class Hosted:
 
 class Streamed:
     """A layer of kind S: its state is fetched into the slot, where the device updates it. An update that waits for the
-    norm (`due`) is made before the layer's next forward pass; otherwise the update follows the backward pass
+    norm (`waiting_update`) is made before the layer's next forward pass; otherwise the update follows the backward pass
     (`has_state`)."""
 
     slot: Slot
     # the waiting update and its clip factor; None: no update waits
-    due: tuple[AdamStep, Tensor | None] | None = None
+    waiting_update: tuple[AdamStep, Tensor | None] | None = None
     has_state = False  # True: the state is in the slot for this step's backward pass
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
 
     def new_slot(self, numel: int | None) -> Slot:
-        return Slot(self.state, whole=True, numel=numel)
+        return Slot(self.state, holds_state=True, numel=numel)
 
     def fetch(self, slot: Slot) -> None:
         self.slot = slot
         slot.prefetch(self.state)
-        if self.due is not None:
+        if self.waiting_update is not None:
             slot.prefetch_state(self.state, with_gradient=True)
 
     def fetch_state(self) -> None:
@@ -139,16 +139,16 @@ class Streamed:
         self.has_state = True
 
     def forward(self, xs: list[Passed]) -> list[Passed]:
-        self.update_due()
+        self.do_waiting_update()
         self.slot.arrive()
         return self.state.forward(xs)
 
-    def update_due(self) -> None:
+    def do_waiting_update(self) -> None:
         """Do the update that has waited for the norm, if there is one."""
-        if self.due is not None:
+        if self.waiting_update is not None:
             self.slot.arrive()
-            self.slot.update(self.state, self.slot.grads, *self.due, self.state.current)
-            self.due = None
+            self.slot.update(self.state, self.slot.grads, *self.waiting_update, self.state.current)
+            self.waiting_update = None
 
     def backward(self, dxs: list[Passed]) -> list[Passed]:
         self.slot.arrive()
@@ -175,7 +175,7 @@ class Streamed:
             self.state.commit()
         else:
             self.drop()
-            self.due = self.state.next_step(settings), clip.factor
+            self.waiting_update = self.state.next_step(settings), clip.factor
 
     def drop(self) -> None:
         self.state.num_updates -= self.has_state
@@ -198,9 +198,9 @@ def model_layers(workload: Workload) -> LayerSource:
     """Return the layers of the workload's model."""
 
     def start(states: Iterable[LayerState]) -> list[LayerState]:
-        drawn = [*states]
-        draw_states(drawn, workload)
-        return drawn
+        new_states = [*states]
+        draw_states(new_states, workload)
+        return new_states
 
     layers = [
         NamedLayer(new_layer(workload, i), workload.anatomy.layer_name(i)) for i in range(workload.num_layers)
@@ -215,26 +215,29 @@ def new_layers(
     states of layers of kind D; None: the system's temporary folder. `speculates`: True: make spare states for
     speculative updates. Raises OSError if the disk has no room."""
     numels, waits = [layout_of(layer.module).numel for layer in source.layers], source.terms.waits_for_norm
-    stored = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
-    on_disk = shelves(device, len(stored), disk, max(stored, default=0), source.terms.dtype)
-    states = _new_states(device, source, kinds, on_disk, speculates=speculates)
-    travelling = [numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits]
-    num_rooms, largest = num_gradients(kinds, window_size, waits=waits), max(travelling, default=0)
+    numels_on_disk = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
+    new_shelves = shelves(
+        device, len(numels_on_disk), disk, max(numels_on_disk, default=0), source.terms.dtype
+    )
+    states = _new_states(device, source, kinds, new_shelves, speculates=speculates)
+    numels_with_room = [numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits]
+    num_rooms, largest = num_gradients(kinds, window_size, waits=waits), max(numels_with_room, default=0)
     rooms = cycle([GradientRoom(states[0], largest) for _ in range(num_rooms)])
 
-    def of_kind(kind: str, state: LayerState) -> Layer:
+    def layer_of_kind(kind: str, state: LayerState) -> Layer:
         if kind == "R":
             return ResidentLayer(state, rooms)
         if kind == "S":
             return Streamed(state, rooms)
-        # A separate thread fetches parked layers: its waits for their updates must not delay travelling layers.
+        # A separate thread fetches parked layers, so that a wait for the update of one does not delay layers of other
+        # kinds.
         return Hosted(state, rooms, device.returner if kind == "P" else device.copier)
 
-    return list(map(of_kind, kinds, states))
+    return list(map(layer_of_kind, kinds, states))
 
 
 def _new_states(
-    device: Device, source: LayerSource, kinds: str, on_disk: Iterator[Shelf], *, speculates: bool
+    device: Device, source: LayerSource, kinds: str, new_shelves: Iterator[Shelf], *, speculates: bool
 ) -> list[LayerState]:
     """Return the layers' states with their starting values. `on_disk`: gives a shelf to each layer of kind D."""
 
@@ -244,12 +247,12 @@ def _new_states(
             spare=speculates and kinds[i] in "PWS",
             streamed=kinds[i] == "S",
             has_gradient=source.terms.waits_for_norm or kinds[i] in BY_HOST,
-            shelf=next(on_disk) if kinds[i] == "D" else None,
+            shelf=next(new_shelves) if kinds[i] == "D" else None,
         )
         return LayerState(device, source.layers[i], source.terms, home)
 
     states: dict[int, LayerState] = {}
-    # Resident layers come first: their values pass through the host while it still has room.
+    # Resident layers come first: their values pass through the host's memory while that memory still has room.
     for is_resident in (True, False):
         places = [i for i, kind in enumerate(kinds) if (kind == "R") is is_resident]
         states |= zip(places, source.start(new_state(i) for i in places), strict=True)

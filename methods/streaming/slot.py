@@ -1,7 +1,7 @@
-"""Room on the device for a layer whose home is elsewhere, and the copies into and out of this room. The training
-methods decide when a copy starts.
+"""Room on the device for a layer whose home is the host or the disk, and the copies into and out of this room. The
+training methods decide when a copy starts.
 
-A copy is one flat transfer per slab, direction and visit. Events alone order the three streams (compute, inbound,
+A slab is copied as one flat transfer. Only events order the three streams (compute, inbound,
 outbound). The launching thread waits only until a copy is queued. Slots and slabs live as long as the run, so torch's
 allocator never gives their memory to another stream."""
 
@@ -21,22 +21,24 @@ from methods.streaming.layer_state import LayerState, Passed
 
 
 class Slot:
-    """Room on the device for one layer's weights. A `whole` slot also holds the rest of the state and a gradient, so
-    that the device can update the layer. `numel`: elements of the largest layer that the slot will hold; None: `layer`
-    is the largest."""
+    """Room on the device for one layer's weights. If `holds_state`, the slot also holds the rest of the state and a
+    gradient, so that the device can update the layer. `numel`: elements of the largest layer that the slot will hold;
+    None: `layer` is the largest."""
 
     def __init__(
-        self, layer: LayerState, copier: Any = None, *, whole: bool = False, numel: int | None = None
+        self, layer: LayerState, copier: Any = None, *, holds_state: bool = False, numel: int | None = None
     ) -> None:
         self.device, self.copier = layer.device, copier or layer.device.copier
         self.loaded: Future | None = None  # future of the weights' copy; None: no copy under way
         # future of the copy of the rest of the state; None: no such copy
         self.completed: Future | None = None
         self.sent: Any = None  # event: the updated state has left the slot; None: no update yet
-        weights, *rest = layer.current
-        rooms = [None if slab is None or not whole else _room(layer, slab, numel) for slab in rest]
+        weights, *other_slabs = layer.current
+        rooms = [
+            None if slab is None or not holds_state else _room(layer, slab, numel) for slab in other_slabs
+        ]
         self.state = State(_room(layer, weights, numel), *rooms)  # type: ignore[arg-type]
-        self.grads = _room(layer, layer.grads, numel) if whole and len(layer.grads) else layer.grads
+        self.grads = _room(layer, layer.grads, numel) if holds_state and len(layer.grads) else layer.grads
 
     def prefetch(self, layer: LayerState) -> None:
         """Queue the copy of the layer's weights into this slot, after the layer's update and the slot's last use."""
@@ -49,8 +51,8 @@ class Slot:
     def prefetch_state(self, layer: LayerState, *, with_gradient: bool = False) -> None:
         """Queue the copies of the rest of the layer's state and, if the update has waited for the norm
         (`with_gradient`), of the gradient."""
-        late = [(self.grads[: len(layer.grads)], layer.grads)] if with_gradient else []
-        self.completed = self._fetch(layer, "state", lambda: [*self._pairs(layer)[1:], *late])
+        gradient_pairs = [(self.grads[: len(layer.grads)], layer.grads)] if with_gradient else []
+        self.completed = self._fetch(layer, "state", lambda: [*self._pairs(layer)[1:], *gradient_pairs])
 
     def arrive(self) -> None:
         """Make the compute stream wait for the weights. The launching thread waits only until their copy is queued."""
@@ -91,18 +93,18 @@ class Slot:
         """Queue copies from home, then a call of complete(). pairs() is called only after the layer's update has ended,
         because the update decides which of two states is current."""
         device, updated = self.device, layer.updated
-        # Wait for the slot's last use, for the last copy home out of this slot, and for the copy of this layer's
-        # gradient home.
-        before = (device.compute.record_event(), self.sent, layer.landed)
+        # Wait for the slot's last use, for the last copy out of this slot, and for the copy of this layer's gradient to
+        # its home.
+        events_before = (device.compute.record_event(), self.sent, layer.landed)
 
-        def bring() -> None:
+        def copy_from_home() -> None:
             copy_all(pairs())
             if complete is not None:
                 complete()
 
         def work() -> Any:
             updated.result()
-            return queue(device, "inbound", what, layer.prefix, before, bring)[1]
+            return queue(device, "inbound", what, layer.prefix, events_before, copy_from_home)[1]
 
         device.moved_bytes += num_bytes(pairs())
         return self.copier.submit(work)
@@ -144,7 +146,7 @@ class GradientRoom:
 
 
 def _room(layer: LayerState, slab: Tensor, numel: int | None) -> Tensor:
-    """Return room on the device for a whole slab, although the home may have only a rank's part. `numel`: elements of
-    the largest layer in this room; None: `layer` is the largest."""
-    whole = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
-    return layer.device.room(whole, slab.dtype, host=False)
+    """Return room on the device for a whole slab, even if the layer's home has only this rank's part. `numel`: elements
+    of the largest layer in this room; None: `layer` is the largest."""
+    padded_numel = shared_numel(numel, layer.device.ranks.num_ranks) if numel else layer.whole_numel
+    return layer.device.room(padded_numel, slab.dtype, host=False)

@@ -16,18 +16,22 @@ class Window:
     """The slots of the layers that are not resident."""
 
     def __init__(self, layers: list[Layer], kinds: str, window_size: int, rule: UpdateRule) -> None:
-        away = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, ResidentLayer)}
-        both = rings(kinds, window_size)
-        pairs = [(away[i], away[j]) for ring in both for i, j in ring.above.items()]
+        non_resident = {i: layer for i, layer in enumerate(layers) if not isinstance(layer, ResidentLayer)}
+        both_rings = rings(kinds, window_size)
+        pairs = [(non_resident[i], non_resident[j]) for ring in both_rings for i, j in ring.above.items()]
         self.above = dict(pairs)  # for each layer, the layer above that takes its slot next
         self.below = {above: layer for layer, above in pairs}
         numels = [layer.state.layout.numel for layer in layers]
-        largest = {away[i]: max(numels[j] for j in ring.layers) for ring in both for i in ring.layers}
+        largest = {
+            non_resident[i]: max(numels[j] for j in ring.layers) for ring in both_rings for i in ring.layers
+        }
         self.slots: dict[Layer, Slot] = {
-            layer: layer.new_slot(largest.get(layer)) for layer in away.values() if layer not in self.below
+            layer: layer.new_slot(largest.get(layer))
+            for layer in non_resident.values()
+            if layer not in self.below
         }
         # these have a slot when a step begins
-        self.lowest = [layer for layer in away.values() if layer in self.slots]
+        self.lowest = [layer for layer in non_resident.values() if layer in self.slots]
         self.rule, self.layers = rule, layers
 
     def refill(self) -> None:
@@ -65,10 +69,10 @@ class Window:
         """Do the updates of streamed layers that still wait after the last step."""
         for layer in self.layers:
             if isinstance(layer, Streamed):
-                layer.update_due()
+                layer.do_waiting_update()
                 if layer in self.above:
                     self._hand_over(layer, self.above[layer])
 
-    def _hand_over(self, layer: Layer, to: Hosted | Streamed) -> None:
-        self.slots[to] = self.slots.pop(layer)
-        to.fetch(self.slots[to])
+    def _hand_over(self, layer: Layer, next_layer: Hosted | Streamed) -> None:
+        self.slots[next_layer] = self.slots.pop(layer)
+        next_layer.fetch(self.slots[next_layer])

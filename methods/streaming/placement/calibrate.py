@@ -207,7 +207,11 @@ def on_device(device: Device, workload: Workload) -> dict[str, float]:
     in its slot."""
     resident = LayerState.of_model(device, workload, 0, host=False)
     streamed = LayerState.of_model(device, workload, 0, host=True, streamed=True)
-    slot, grads, step = Slot(streamed, whole=True), GradientRoom(streamed).slab, streamed.next_step(SETTINGS)
+    slot, grads, step = (
+        Slot(streamed, holds_state=True),
+        GradientRoom(streamed).slab,
+        streamed.next_step(SETTINGS),
+    )
     updates: dict[str, Callable[[], Any]] = {
         "on_device": lambda: resident.update(SETTINGS, None),
         "streamed": lambda: streamed.adamw(grads, slot.state, slot.state, streamed.chunks, step, None),

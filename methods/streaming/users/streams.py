@@ -112,7 +112,7 @@ class WindowStream:
         self.window.rewind()
 
     def is_late(self) -> bool:
-        return any(isinstance(layer, Streamed) and layer.due is not None for layer in self.layers)
+        return any(isinstance(layer, Streamed) and layer.waiting_update is not None for layer in self.layers)
 
     def settle(self) -> None:
         self.window.settle()
