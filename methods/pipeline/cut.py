@@ -70,21 +70,21 @@ def traced(model: nn.Module, inputs: Mapping[str, Any]) -> fx.Graph:
         raise ValueError(
             f"expected a batch of the forward pass's inputs ({takes}), got {', '.join(unknown)} as well"
         )
-    fixed = {
-        name: inputs.get(name, item.default)
-        for name, item in expected.items()
+    fixed_values = {
+        name: inputs.get(name, parameter_of_forward.default)
+        for name, parameter_of_forward in expected.items()
         if not isinstance(inputs.get(name), Tensor) and (name != LOSS_SCALE or name not in inputs)
     }
-    if missing := [name for name, value in fixed.items() if value is inspect.Parameter.empty]:
+    if missing := [name for name, value in fixed_values.items() if value is inspect.Parameter.empty]:
         raise ValueError(f"the batch lacks {', '.join(missing)}, which the model's forward pass needs")
     tracer, watch = _Tracer(model), ModuleWatch(model, 0)
     _refuse_hooks(model, tracer.holders)
     before, states = watch.state(), [*random_states(), torch.get_rng_state().tolist()]
     try:
         with _NoParameters(model):
-            graph = tracer.trace(model, fixed)
-        is_drawn = states != [*random_states(), torch.get_rng_state().tolist()]
-        if change := watch.change(before) or "the random state" * is_drawn:
+            graph = tracer.trace(model, fixed_values)
+        draws_random = states != [*random_states(), torch.get_rng_state().tolist()]
+        if change := watch.change(before) or "the random state" * draws_random:
             raise ValueError(
                 f"the modules that hold CutPoints run once, when they are traced, but change {change}: move this into a"
                 " module without CutPoints"
@@ -173,16 +173,16 @@ def num_cuts(graph: fx.Graph) -> int:
 def cut(model: nn.Module, graph: fx.Graph, active: Sequence[int]) -> list[Part]:
     """Return the model's parts between the active cuts. `active`: numbers of CutPoints, from 0 in the order of the
     forward pass. The parts share the model's parameters, under the same names."""
-    stage_of, passed, number = {}, 0, 0
+    stage_of, num_active_below, number = {}, 0, 0
     for node in graph.nodes:
-        stage_of[node] = passed
+        stage_of[node] = num_active_below
         if node.target is cut_here:
-            passed += number in active
+            num_active_below += number in active
             number += 1
-    free = _of_inputs_alone(model, graph)
+    free_nodes = _of_inputs_alone(model, graph)
     crossing: list[list[fx.Node]] = [[] for _ in active]  # at each cut: the nodes whose values are sent
     for node in graph.nodes:
-        if node in free or node.op == "get_attr":
+        if node in free_nodes or node.op == "get_attr":
             continue
         for boundary in range(stage_of[node], len(active)):
             if any(stage_of[user] > boundary for user in node.users):
@@ -219,13 +219,13 @@ def _extract_part(
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received)}
     needed: set[fx.Node] = set()
-    waiting: list[fx.Node] = []
-    fx.map_arg(results, waiting.append)
-    while waiting:
-        node = waiting.pop()
+    nodes_to_visit: list[fx.Node] = []
+    fx.map_arg(results, nodes_to_visit.append)
+    while nodes_to_visit:
+        node = nodes_to_visit.pop()
         if node not in needed and node not in copies:
             needed.add(node)
-            waiting.extend(node.all_input_nodes)
+            nodes_to_visit.extend(node.all_input_nodes)
     inputs = [node for node in whole.nodes if node in needed and node.op == "placeholder"]
     for node in inputs:
         copies[node] = graph.placeholder(str(node.target))
@@ -271,13 +271,13 @@ def _watched(module: nn.Module, number: int) -> Iterator[None]:
     an argument."""
     watch, states = ModuleWatch(module, 0), list[ModuleState]()
 
-    def end(*_: Any) -> None:
+    def refuse_change(*_: Any) -> None:
         if change := watch.change(states.pop()):
             raise ValueError(f"stage {number}: {CHANGES} {change}")
 
     handles = [
         module.register_forward_pre_hook(lambda _, arguments: states.append(watch.state(arguments))),
-        module.register_forward_hook(end),
+        module.register_forward_hook(refuse_change),
     ]
     try:
         yield

@@ -19,7 +19,9 @@ from methods.pipeline.batches import split_batch
 
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; of the largest value
 HALF_TOLERANCE = 5e-2  # fp16 and bf16
-MOST_UNEVEN = 1e-5  # largest relative difference between numbers of targets a sample that counts as rounding
+UNEVEN_TOLERANCE = (
+    1e-5  # largest relative difference between numbers of targets a sample that counts as rounding
+)
 
 
 class MeanCheck:
@@ -56,39 +58,45 @@ class MeanCheck:
         below = {str(number): value for number, value in enumerate(received)}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
-                whole = compute(received, inputs)
-                alone = [
+                batch_results = compute(received, inputs)
+                sample_results = [
                     compute([values.pop(name) for name in below], values)
                     for values in split_batch({**inputs, **below}, [1] * size)
                 ]
             except Exception:  # code that takes no single sample: there is nothing to compare with
                 return
-        self.is_mixed = any(_differ(one, many, size) for one, *many in zip(whole, *alone, strict=True))
+        self.is_mixed = any(
+            _differ(batch_result, results_of_samples, size)
+            for batch_result, *results_of_samples in zip(batch_results, *sample_results, strict=True)
+        )
 
-    def take_row(self, device: torch.device) -> Tensor:
+    def take_numbers(self, device: torch.device) -> Tensor:
         """Return this rank's row of numbers, which all ranks sum, and begin a new row. The row tells whether results
         are mixed, and for each replica the least and the greatest number of targets a sample."""
-        row = torch.zeros(1 + 2 * self.num_replicas, device=device)
-        row[0] = float(self.is_mixed)
+        check_numbers = torch.zeros(1 + 2 * self.num_replicas, device=device)
+        check_numbers[0] = float(self.is_mixed)
         if self.per_sample:
             counts = torch.stack(self.per_sample)
             # one number for the counts of several means; it changes even if two counts are exchanged
             numbers = (counts * torch.arange(1, counts.shape[1] + 1, device=counts.device).sqrt()).sum(1)
-            row[1 + 2 * self.replica], row[2 + 2 * self.replica] = numbers.min(), numbers.max()
+            check_numbers[1 + 2 * self.replica], check_numbers[2 + 2 * self.replica] = (
+                numbers.min(),
+                numbers.max(),
+            )
         self.per_sample = []
-        return row
+        return check_numbers
 
     @staticmethod
-    def refuse(row: Tensor) -> None:
+    def refuse(check_numbers: Tensor) -> None:
         """Raise ValueError if the sum of all ranks' rows shows a loss that micro-batches change."""
-        mixed, *numbers = row.tolist()
+        is_mixed, *numbers = check_numbers.tolist()
         least, most = min(numbers), max(numbers)
-        if most - least > MOST_UNEVEN * most:
+        if most - least > UNEVEN_TOLERANCE * most:
             raise ValueError(
                 f"expected as many targets in each micro-batch's mean, got {least:.6g} to {most:.6g} a sample; try"
                 ' reduction="sum", divided by the number of samples times the batch\'s targets a sample'
             )
-        if mixed:
+        if is_mixed:
             raise ValueError(
                 "expected a loss that is the mean over samples, each by itself, as micro-batches need, got another; try"
                 " one micro-batch, or a sum over the samples divided by their number"
@@ -98,10 +106,10 @@ class MeanCheck:
 def _counts(loss: Tensor, num_means: int | None) -> list[Tensor]:
     """Return the number of targets, or their weight, of each mean of cross_entropy in the graph of the loss.
     `num_means`: number of these means; None: search the whole graph."""
-    waiting: list[Any] = [loss.grad_fn]
+    nodes: list[Any] = [loss.grad_fn]
     visited: set[Any] = set()
     counts: list[Tensor] = []
-    for node in waiting:
+    for node in nodes:
         if node is None or node in visited:
             continue
         visited.add(node)
@@ -109,21 +117,21 @@ def _counts(loss: Tensor, num_means: int | None) -> list[Tensor]:
             counts.append(node._saved_total_weight)
             if len(counts) == num_means:
                 break
-        waiting += [other for other, _ in node.next_functions]
+        nodes += [other for other, _ in node.next_functions]
     return counts
 
 
-def _differ(whole: Any, alone: Sequence[Any], size: int) -> bool:
+def _differ(batch_result: Any, sample_results: Sequence[Any], size: int) -> bool:
     """Return whether the result of a micro-batch differs from the results `alone` of its samples, concatenated or, for
     a single number, averaged."""
-    if not isinstance(whole, Tensor) or not whole.is_floating_point():
+    if not isinstance(batch_result, Tensor) or not batch_result.is_floating_point():
         return False
-    if whole.dim() and whole.shape[0] == size:
-        expected = torch.cat(list(alone))
-    elif whole.numel() == 1:
-        expected = torch.stack([value.reshape(whole.shape) for value in alone]).mean(0)
+    if batch_result.dim() and batch_result.shape[0] == size:
+        expected = torch.cat(list(sample_results))
+    elif batch_result.numel() == 1:
+        expected = torch.stack([value.reshape(batch_result.shape) for value in sample_results]).mean(0)
     else:  # a value that does not have the samples along its first dimension
         return False
-    tolerance = TOLERANCES.get(whole.dtype, HALF_TOLERANCE)
-    scale = max(float(expected.abs().max()), float(whole.abs().max())) if whole.numel() else 0.0
-    return not bool(((whole - expected).abs() <= tolerance * scale).all())
+    tolerance = TOLERANCES.get(batch_result.dtype, HALF_TOLERANCE)
+    scale = max(float(expected.abs().max()), float(batch_result.abs().max())) if batch_result.numel() else 0.0
+    return not bool(((batch_result - expected).abs() <= tolerance * scale).all())

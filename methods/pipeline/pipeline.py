@@ -181,19 +181,19 @@ class Varuna(nn.Module):
         self._begin(inputs)
         self._gradients.forget()
         self._masters.zero_grad()
-        waited = self._passes.waited_seconds
+        waited_before = self._passes.waited_seconds
         self._passes.step()
         if self._link:  # wait for the first stage's last backward passes, which may still be queued on a GPU
             STREAMS[self.device.type].current().synchronize()
-        busy = time.monotonic() - began - (self._passes.waited_seconds - waited)
-        row = self._mean_check.take_row(self.device)
-        loss, norm, row = self._gradients.reduce(self._take_loss(), row, self.scale.value)
-        self._mean_check.refuse(row)
+        busy_seconds = time.monotonic() - began - (self._passes.waited_seconds - waited_before)
+        check_numbers = self._mean_check.take_numbers(self.device)
+        loss, norm, check_numbers = self._gradients.reduce(self._take_loss(), check_numbers, self.scale.value)
+        self._mean_check.refuse(check_numbers)
         self.grad_norm, self._watch = norm, None
         overflow = self.scale.overflows(norm)
         self.num_steps += 1
         if self._link:
-            self._report(self._link, inputs, loss, busy, began)
+            self._report(self._link, inputs, loss, busy_seconds, began)
         self.last_step = self.scale.step(loss, norm, is_skipped=overflow)
         if clip_grad_max_norm is not None and not overflow:
             self._gradients.clip(norm, clip_grad_max_norm)
@@ -363,14 +363,14 @@ class Varuna(nn.Module):
                 master = self._masters.by_name[name]
                 state = self.optimizer.state.get(master, {})
                 moments = [state.get(key, torch.zeros_like(master)) for key in ("exp_avg", "exp_avg_sq")]
-                whole = [tensor.detach().cpu() for tensor in (master, *moments)]
+                tensors = [tensor.detach().cpu() for tensor in (master, *moments)]
             else:
-                whole = [torch.empty(shape) for _ in range(3)]
+                tensors = [torch.empty(shape) for _ in range(3)]
             if source:
-                for tensor in whole:
+                for tensor in tensors:
                     dist.send(tensor, 0) if self.rank else dist.recv(tensor, source)
             if self.rank == 0:
-                yield TensorState(name, *whole)
+                yield TensorState(name, *tensors)
         self._passes.close()
         if dist.is_initialized():
             dist.all_reduce(torch.zeros(1))

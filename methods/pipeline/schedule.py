@@ -64,8 +64,8 @@ def step_seconds(
     schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True
 ) -> list[float]:
     """Return the seconds of a step of each pipeline. The number of messages under way at once is not limited."""
-    runs = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
-    return [float(run.ended.max()) for run in runs]
+    simulated = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
+    return [float(run.ended.max()) for run in simulated]
 
 
 @functools.lru_cache(maxsize=32)
@@ -88,11 +88,15 @@ def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {schedule!r}")
     arrays = []
-    for num_stages, number in shapes:
-        ahead = [
-            number if schedule == "gpipe" else min(num_stages - stage, number) for stage in range(num_stages)
+    for num_stages, num_micro_batches in shapes:
+        num_first_forwards = [
+            num_micro_batches if schedule == "gpipe" else min(num_stages - stage, num_micro_batches)
+            for stage in range(num_stages)
         ]
-        rows = [[F] * first + [R, B, F] * (number - first) + [R, B] * first for first in ahead]
+        rows = [
+            [F] * first + [R, B, F] * (num_micro_batches - first) + [R, B] * first
+            for first in num_first_forwards
+        ]
         arrays.append(np.array(rows, np.uint8))
     return arrays
 
@@ -104,34 +108,42 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
 
     sizes = [num_stages for num_stages, _ in shapes]
     firsts = np.cumsum([0, *sizes])
-    number = np.repeat([num_micro_batches for _, num_micro_batches in shapes], sizes)
+    num_micro_batches_of = np.repeat([num_micro_batches for _, num_micro_batches in shapes], sizes)
     is_first, is_last = np.zeros((2, firsts[-1]), bool)
     is_first[firsts[:-1]] = is_last[firsts[1:] - 1] = True
-    passes = np.zeros((firsts[-1], 3 * int(number.max())), np.uint8)
-    # passes begun; slot; kind
-    forward, recomputed, backward, place, free, runs = np.zeros((6, firsts[-1]), int)
-    now = 0
-    while (backward < number).any():
-        is_free = free <= now
+    passes = np.zeros((firsts[-1], 3 * int(num_micro_batches_of.max())), np.uint8)
+    # of each stage: numbers of F, R and B that have begun; the next free column of `passes`; the slot at which the
+    # stage is free again; the kind of its last pass
+    forward, recomputed, backward, next_column, free_at, running_kind = np.zeros((6, firsts[-1]), int)
+    slot = 0
+    while (backward < num_micro_batches_of).any():
+        is_free = free_at <= slot
         # Numbers of passes that have ended: of the passes that have begun, at most one still runs.
-        ended_forward = forward - (~is_free & (runs == F))
-        ended_backward = backward - (~is_free & (runs == B))
-        from_below = np.where(is_first, number, np.roll(ended_forward, 1))
-        from_above = np.where(is_last, number, np.roll(ended_backward, -1))
+        ended_forward = forward - (~is_free & (running_kind == F))
+        ended_backward = backward - (~is_free & (running_kind == B))
+        from_below = np.where(is_first, num_micro_batches_of, np.roll(ended_forward, 1))
+        from_above = np.where(is_last, num_micro_batches_of, np.roll(ended_backward, -1))
         # Between R and its B a stage runs no other pass, because it keeps only one micro-batch's intermediates.
         holds = ~is_last & (recomputed > backward)
         goes_back = is_free & (np.where(is_last, forward, recomputed) > backward) & (from_above > backward)
-        half_done = np.roll(backward, -1)  # the stage above began its B at least one slot ago
+        half_done = np.roll(backward, -1)  # how many B the stage above began at least one slot ago
         recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
-        goes_on = is_free & ~holds & ~goes_back & ~recomputes & (from_below > forward) & (forward < number)
+        goes_on = (
+            is_free
+            & ~holds
+            & ~goes_back
+            & ~recomputes
+            & (from_below > forward)
+            & (forward < num_micro_batches_of)
+        )
         choices = ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward))
-        for kind, chosen, count in choices:
-            rows = np.flatnonzero(chosen)
-            passes[rows, place[rows]] = runs[rows] = kind
-            place[rows] += 1
-            count[rows] += 1
-            free[rows] = now + SLOTS[KINDS[kind - 1]]
-        now += 1
+        for kind, is_chosen, counts in choices:
+            rows = np.flatnonzero(is_chosen)
+            passes[rows, next_column[rows]] = running_kind[rows] = kind
+            next_column[rows] += 1
+            counts[rows] += 1
+            free_at[rows] = slot + SLOTS[KINDS[kind - 1]]
+        slot += 1
     return [
         passes[start:end, : 3 * num_micro_batches]
         for start, end, (_, num_micro_batches) in zip(firsts, firsts[1:], shapes, strict=False)

@@ -48,8 +48,8 @@ def take_seat(limit_seconds: float, device: int | str, local_rank: int = -1) -> 
     Raises LostPeer if a rank does not come. Raises ValueError if the script has made a process group by itself that
     cannot send tensors in host memory.
     """
-    chosen, mine = _offer(device, local_rank)
-    message = json.dumps(mine).encode()
+    own_device, own_offer = _offer(device, local_rank)
+    message = json.dumps(own_offer).encode()
     if dist.is_initialized():
         if "cpu:" not in (backend := dist.get_backend_config()):
             raise ValueError(
@@ -60,29 +60,29 @@ def take_seat(limit_seconds: float, device: int | str, local_rank: int = -1) -> 
     elif "WORLD_SIZE" in os.environ:
         offers = _offers(join(limit_seconds, message, _backend))
     else:
-        offers = [mine]
+        offers = [own_offer]
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     note = _shortage_note(offers)
     if note and rank == 0:
         print(note, file=sys.stderr, flush=True)
-    if mine.num_local and any(offer.kind == "cpu" for offer in offers):
-        chosen = torch.device("cpu")
-    if chosen.type == "cuda" and chosen.index is not None:
-        torch.cuda.set_device(chosen)
-    return Seat(rank, world_size, chosen, note)
+    if own_offer.num_local and any(offer.kind == "cpu" for offer in offers):
+        own_device = torch.device("cpu")
+    if own_device.type == "cuda" and own_device.index is not None:
+        torch.cuda.set_device(own_device)
+    return Seat(rank, world_size, own_device, note)
 
 
 def _offer(device: int | str, local_rank: int) -> tuple[torch.device, Offer]:
     if isinstance(device, str):
-        named = torch.device(device)
-        return named, Offer(named.type)
+        named_device = torch.device(device)
+        return named_device, Offer(named_device.type)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     number = int(os.environ.get("LOCAL_RANK", "0"))
     if device >= 0 or local_rank >= 0:
         number = device if device >= 0 else local_rank
     num_local = 0 if device >= 0 else max(number + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    chosen = torch.device("cuda", number) if num_gpus >= max(1, num_local) else torch.device("cpu")
-    return chosen, Offer(chosen.type, num_local, num_gpus)
+    own_device = torch.device("cuda", number) if num_gpus >= max(1, num_local) else torch.device("cpu")
+    return own_device, Offer(own_device.type, num_local, num_gpus)
 
 
 def _offers(messages: list[bytes]) -> list[Offer]:
@@ -96,9 +96,11 @@ def _backend(messages: list[bytes]) -> str:
 
 
 def _shortage_note(offers: list[Offer]) -> str:
-    short = [(rank, offer) for rank, offer in enumerate(offers) if offer.num_gpus < offer.num_local]
-    if not short or not any(offer.num_gpus for offer in offers):
+    offers_without_gpu = [
+        (rank, offer) for rank, offer in enumerate(offers) if offer.num_gpus < offer.num_local
+    ]
+    if not offers_without_gpu or not any(offer.num_gpus for offer in offers):
         return ""
-    rank, offer = short[0]
+    rank, offer = offers_without_gpu[0]
     counts = f"{counted(offer.num_local, 'rank')} and {counted(offer.num_gpus, 'GPU')}"
     return f"all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank {rank} has {counts}"

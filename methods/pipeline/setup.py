@@ -146,18 +146,18 @@ def _cut(
                 f" {name or type(model).__name__} in eval(); try model.train(), or a module without modes"
             )
     graph = traced(model, sample)
-    number = num_cuts(graph)
+    num_cutpoints = num_cuts(graph)
     if cuts is not None:
         active = sorted(set(cuts))
-        if len(active) != num_stages - 1 or any(index not in range(number) for index in active):
+        if len(active) != num_stages - 1 or any(index not in range(num_cutpoints) for index in active):
             raise ValueError(
-                f"cuts: expected {counted(num_stages - 1, 'number')} of CutPoints, from 0 to {number - 1}, for"
+                f"cuts: expected {counted(num_stages - 1, 'number')} of CutPoints, from 0 to {num_cutpoints - 1}, for"
                 f" {counted(num_stages, 'stage')}, got {list(cuts)}"
             )
         return cut(model, graph, active), active
-    runs = cut(model, graph, range(number))
-    flops = [flops for _, flops in probe(runs, sample)]
-    has_parameters = [any(True for _ in run.module.parameters()) for run in runs]
+    sections = cut(model, graph, range(num_cutpoints))
+    flops = [flops for _, flops in probe(sections, sample)]
+    has_parameters = [any(True for _ in section.module.parameters()) for section in sections]
     active = choose_cuts(flops, has_parameters, num_stages)
     return cut(model, graph, active), active
 
@@ -192,12 +192,12 @@ def _results(parts: Sequence[Part], sample: Inputs, sizes: Sequence[int]) -> dic
     results = {
         size: [values for values, _ in probe(parts, resized(sample, size))] for size in sorted(set(sizes))
     }
-    *below, last = results[sizes[0]]
-    loss = last[0][0] if isinstance(last[0], tuple | list) else last[0]
+    *lower_results, last_results = results[sizes[0]]
+    loss = last_results[0][0] if isinstance(last_results[0], tuple | list) else last_results[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"expected the model's forward pass to return a loss of one element, got {got}")
-    for number, values in enumerate(below):
+    for number, values in enumerate(lower_results):
         specs_of(values, number)
     return results
 

@@ -22,11 +22,13 @@ class Shared(NamedTuple):
 def counted_names(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Return the names of all weights in the model's order, without the second name of a parameter with two names. The
     global norm is summed in this order, so that it has the bits of the norm of a whole model."""
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    again = {
-        other for name, other in pairs if name != other and name in whole and whole[name] is whole.get(other)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    second_names = {
+        other
+        for name, other in pairs
+        if name != other and name in weights and weights[name] is weights.get(other)
     }
-    return [name for name in whole if name not in again]
+    return [name for name in weights if name not in second_names]
 
 
 def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[str, str]]) -> list[Shared]:
@@ -51,13 +53,13 @@ def find_shared(model: nn.Module, parts: Sequence[Part], pairs: Sequence[tuple[s
 def _check_pair(
     name: str, other: str, weights: Mapping[str, nn.Parameter], stages: Mapping[str, list[int]]
 ) -> None:
-    for known in (name, other):
-        if known not in weights:
+    for name_of_pair in (name, other):
+        if name_of_pair not in weights:
             raise ValueError(
-                f"shared_weights: the model has no parameter {known}; try a name of named_parameters()"
+                f"shared_weights: the model has no parameter {name_of_pair}; try a name of named_parameters()"
             )
-        if known not in stages:
-            raise ValueError(f"shared_weights: no stage uses {known}")
+        if name_of_pair not in stages:
+            raise ValueError(f"shared_weights: no stage uses {name_of_pair}")
     if weights[name].shape != weights[other].shape:
         raise ValueError(
             f"shared_weights: expected one shape, got {tuple(weights[name].shape)} of {name} and"
@@ -72,11 +74,11 @@ def _check_all_paired(
     stages."""
     paired = {frozenset((id(weights[name]), id(weights[other]))) for name, other in pairs}
     for name, weight in weights.items():
-        for other, another in weights.items():
-            if another is not weight or name > other or not stages.get(name) or not stages.get(other):
+        for other, other_weight in weights.items():
+            if other_weight is not weight or name > other or not stages.get(name) or not stages.get(other):
                 continue
             users = sorted({*stages[name], *stages[other]})
-            if len(users) > 1 and frozenset((id(weight), id(another))) not in paired:
+            if len(users) > 1 and frozenset((id(weight), id(other_weight))) not in paired:
                 raise ValueError(
                     f"parameter {name} is used by stages {' and '.join(map(str, users))}, on both sides of a cut; try"
                     f" shared_weights=[({name!r}, {other!r})]"

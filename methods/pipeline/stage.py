@@ -30,45 +30,45 @@ class Stage:
         self.compute, self.needs_grad, self.is_last = compute, needs_grad, is_last
         self.device = torch.device(device)
         # inputs and random state of each micro-batch
-        self.kept: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}
+        self.inputs_and_states: dict[int, tuple[Sequence[Tensor], list[Tensor]]] = {}
         # inputs and outputs for the backward pass
-        self.ready: tuple[list[Tensor], Sequence[Tensor]] | None = None
+        self.tensors_for_backward: tuple[list[Tensor], Sequence[Tensor]] | None = None
 
     def forward(self, number: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the forward pass of micro-batch `number`. Return the tensors for the stage above; () on the last
         stage."""
         if self.is_last:
-            self.ready = self._with_graph(number, inputs)
+            self.tensors_for_backward = self._with_graph(number, inputs)
             return ()
-        self.kept[number] = inputs, self._random_state()
+        self.inputs_and_states[number] = inputs, self._random_state()
         with torch.no_grad():
             return self.compute(number, inputs)
 
     def recompute(self, number: int) -> None:
-        inputs, state = self.kept.pop(number)
+        inputs, state = self.inputs_and_states.pop(number)
         with self._random_state_of(state):
-            self.ready = self._with_graph(number, inputs)
+            self.tensors_for_backward = self._with_graph(number, inputs)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Run the backward pass of the micro-batch that is ready. `grads`: gradients of the outputs that need one; not
         used on the last stage. Return the gradients of the inputs that need one (token ids do not)."""
-        assert self.ready is not None
-        (inputs, outputs), self.ready = self.ready, None
+        assert self.tensors_for_backward is not None
+        (inputs, outputs), self.tensors_for_backward = self.tensors_for_backward, None
         if self.is_last:
             outputs[0].backward()
         else:
-            wanted = [output for output in outputs if output.requires_grad]
-            torch.autograd.backward(wanted, list(grads))
-        leaves = (tensor for tensor, needed in zip(inputs, self.needs_grad, strict=True) if needed)
+            trained_outputs = [output for output in outputs if output.requires_grad]
+            torch.autograd.backward(trained_outputs, list(grads))
+        leaves = (tensor for tensor, needs in zip(inputs, self.needs_grad, strict=True) if needs)
         return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in leaves]
 
     def forget(self) -> None:
         """Drop all that is kept for backward passes. Call this after forward passes that no backward pass follows."""
-        self.kept, self.ready = {}, None
+        self.inputs_and_states, self.tensors_for_backward = {}, None
 
     def _with_graph(self, number: int, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
         pairs = zip(inputs, self.needs_grad, strict=True)
-        leaves = [tensor.detach().requires_grad_(needed) for tensor, needed in pairs]
+        leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
         return leaves, self.compute(number, leaves)
 
     def _random_state(self) -> list[Tensor]:

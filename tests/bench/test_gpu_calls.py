@@ -431,7 +431,7 @@ def test_the_facts_of_a_gpu_are_measured_by_its_rules(
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(gpu_facts, "PINNED_BYTES", {"cuda": 2**20})
     monkeypatch.setattr(gpu_facts, "SHAPES", {"cuda": (1, 4, 64, 32)})
-    monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
+    monkeypatch.setattr(calibrate, "REPEATED_SECONDS", 0.01)
     with cuda.running():
         gpu_facts.main.callback(tmp_path / "facts.json", "cuda")  # type: ignore[misc]
     found = json.loads((tmp_path / "facts.json").read_text())

@@ -83,7 +83,7 @@ def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path
     """The measuring code itself, on less: in this process, with few bytes and little time."""
     from methods.streaming.placement import calibrate
 
-    monkeypatch.setattr(calibrate, "ENOUGH_SECONDS", 0.01)
+    monkeypatch.setattr(calibrate, "REPEATED_SECONDS", 0.01)
     monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(calibrate, "FILE_BYTES", 2 * calibrate.BLOCK_BYTES)
     measured = calibrate.measure_machine(SMALL, "cpu", tmp_path)

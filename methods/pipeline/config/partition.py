@@ -59,20 +59,25 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
     """Return the model's stages, in order, cut so that the longest stage takes as little time as possible. Each stage
     has at least one layer, except that the last stage may have only the head."""
     flops = [_flops(workload, stage, num_stages) for stage in range(num_stages)]
-    least = [int(stage < num_stages - 1 or num_stages == 1) for stage in range(num_stages)]
+    least_layers = [int(stage < num_stages - 1 or num_stages == 1) for stage in range(num_stages)]
 
     def counts(bound: float) -> list[int]:
-        pairs = zip(flops, least, strict=True)
-        return [max(fewest, math.floor((bound - beside) / layer)) for (layer, beside), fewest in pairs]
+        pairs = zip(flops, least_layers, strict=True)
+        return [
+            max(least_of_stage, math.floor((bound - other_flops) / layer))
+            for (layer, other_flops), least_of_stage in pairs
+        ]
 
     low = 0.0
-    high = sum(layer for layer, _ in flops) * workload.num_layers + sum(beside for _, beside in flops)
+    high = sum(layer for layer, _ in flops) * workload.num_layers + sum(
+        other_flops for _, other_flops in flops
+    )
     for _ in range(64):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(counts(middle)) >= workload.num_layers else (middle, high)
     num_layers_of = counts(high)
     for _ in range(sum(num_layers_of) - workload.num_layers):
-        movable = [stage for stage in range(num_stages) if num_layers_of[stage] > least[stage]]
+        movable = [stage for stage in range(num_stages) if num_layers_of[stage] > least_layers[stage]]
         num_layers_of[
             max(movable, key=lambda stage: num_layers_of[stage] * flops[stage][0] + flops[stage][1])
         ] -= 1
@@ -86,9 +91,12 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
     """Return the FLOPs of the stage's passes F, R and B for one sample. On the last stage F includes the head's
     gradients, which are computed together with the loss."""
-    one = replace(workload, batch_size=1, micro_batches=1)
-    layer, again = one.layer_flops * stage.num_layers, one.repeated_flops * stage.num_layers
-    return {"F": layer + _head_flops(workload, stage), "R": layer + again, "B": 2 * layer}
+    one_sample = replace(workload, batch_size=1, micro_batches=1)
+    layer, repeated_flops = (
+        one_sample.layer_flops * stage.num_layers,
+        one_sample.repeated_flops * stage.num_layers,
+    )
+    return {"F": layer + _head_flops(workload, stage), "R": layer + repeated_flops, "B": 2 * layer}
 
 
 def _head_flops(workload: Workload, stage: GptStage) -> float:
@@ -114,8 +122,8 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
     The last stage is counted without a recompute, as in Varuna."""
     is_last = stage == num_stages - 1
     layer = pass_flops(workload, GptStage(0, 1, stage == 0, is_last=False))
-    beside = pass_flops(workload, GptStage(0, 0, stage == 0, is_last))["F"]
-    return layer["F"] + layer["B"] + layer["R"] * (not is_last), beside
+    flops_beside = pass_flops(workload, GptStage(0, 0, stage == 0, is_last))["F"]
+    return layer["F"] + layer["B"] + layer["R"] * (not is_last), flops_beside
 
 
 def stage_bytes(workload: Workload, stage: GptStage, number: int, shape: PipelineShape) -> dict[str, int]:
@@ -127,10 +135,10 @@ def stage_bytes(workload: Workload, stage: GptStage, number: int, shape: Pipelin
         moments = _moments_of_recompute(part, stage, num_micro_batches, is_alone=shape.num_stages == 1)
         messages = 0 if shape.num_stages == 1 else 2 * IN_FLIGHT * part.boundary_bytes
     else:
-        ahead = num_micro_batches
+        num_under_way = num_micro_batches
         if shape.schedule != "gpipe":
-            ahead = min(shape.num_stages - number, num_micro_batches)
-        moments = _moments_of_graphs(part, stage, ahead)
+            num_under_way = min(shape.num_stages - number, num_micro_batches)
+        moments = _moments_of_graphs(part, stage, num_under_way)
         # For each micro-batch torch has a buffer for the input from the stage below, and one for the gradient from the
         # stage above.
         messages = num_micro_batches * part.boundary_bytes * ((not stage.is_first) + (not stage.is_last))
@@ -152,24 +160,30 @@ def _moments_of_recompute(
     and all that the backward pass of a single micro-batch needs. `part`: the workload of one micro-batch. `is_alone`:
     True: the pipeline has no other stage."""
     boundary, per_layer, embedding = part.boundary_bytes, saved_boundaries(part), _embedding_bytes(part)
-    saved = math.ceil(per_layer * stage.num_layers) * boundary
-    inputs = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
+    saved_bytes = math.ceil(per_layer * stage.num_layers) * boundary
+    input_bytes = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
     layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0
     head = part.head_bytes if stage.is_last else 0
     # A tied head's gradient is kept until the gradient of the embedding's look-up is added to it.
-    tied = embedding if is_alone and part.anatomy.is_tied else 0
-    return [inputs + saved + max(layer + tied, head), (embedding + tied + 4 * boundary) * stage.is_first]
+    tied_bytes = embedding if is_alone and part.anatomy.is_tied else 0
+    return [
+        input_bytes + saved_bytes + max(layer + tied_bytes, head),
+        (embedding + tied_bytes + 4 * boundary) * stage.is_first,
+    ]
 
 
-def _moments_of_graphs(part: Workload, stage: GptStage, ahead: int) -> list[int]:
+def _moments_of_graphs(part: Workload, stage: GptStage, num_under_way: int) -> list[int]:
     """Return the bytes of activations at moments of a step of torch's schedules. A stage keeps each layer's input for
     every micro-batch under way; the last stage also keeps the head's gradients, which are computed with the loss.
     `part`: the workload of one micro-batch. `ahead`: most micro-batches under way."""
     boundary, embedding = part.boundary_bytes, _embedding_bytes(part)
-    kept = ahead * (stage.num_layers + 1) * boundary + (ahead - 1) * (embedding + boundary) * stage.is_last
+    kept_bytes = (
+        num_under_way * (stage.num_layers + 1) * boundary
+        + (num_under_way - 1) * (embedding + boundary) * stage.is_last
+    )
     layer = part.layer_bytes if stage.num_layers else 0
     head = part.head_bytes if stage.is_last else 0
-    return [kept + max(layer, head), (kept + embedding + 2 * boundary) * stage.is_first]
+    return [kept_bytes + max(layer, head), (kept_bytes + embedding + 2 * boundary) * stage.is_first]
 
 
 def _embedding_bytes(workload: Workload) -> int:

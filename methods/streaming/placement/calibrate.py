@@ -49,19 +49,19 @@ from methods.streaming.starting_values import draw_states
 
 CPU_LAYER_FLOPS = 1.5e10  # most FLOPs of a timed forward pass on a CPU: 0.2 s on two cores
 COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # bytes of a timed copy: more than any cache holds
-UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates by the host are timed: 200 MiB each
+HOST_UPDATED_HIDDEN_SIZE = 1024  # hidden size of the layers whose updates by the host are timed: 200 MiB each
 # Hidden size of the layers that the device updates: on a GPU a smaller layer's update takes less time than its launch.
-UPDATED_THERE = {"cpu": 1024, "cuda": 2048}
+DEVICE_UPDATED_HIDDEN_SIZE = {"cpu": 1024, "cuda": 2048}
 # Passes that are queued together: a GPU that is waited for after each pass stands still while the next is launched.
 PASSES_AT_ONCE = {"cpu": 1, "cuda": 4}
 # most layers that are updated at once; more threads share these, so the memory does not grow with cores
-MOST_UPDATED = 16
+MOST_UPDATED_LAYERS = 16
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 32 * 2**20
 SUMMED_BYTES, NUM_SUMS = 32 * 2**20, 8
 UPDATES_AT_ONCE = 16  # updates on the device that are queued together
 SETTINGS = published_settings(1e-4)
-ENOUGH_SECONDS = 1.0  # each timed call is repeated for about so many seconds
+REPEATED_SECONDS = 1.0  # each timed call is repeated for about so many seconds
 
 
 def measure_machine(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
@@ -80,28 +80,36 @@ def measure_machine(workload: Workload, device_name: str, folder: Path) -> dict[
 def rates_of(measured: dict[str, Any], workload: Workload, device: str) -> Rates:
     """Derive the rates from the numbers of measure_machine(). `workload`: the workload whose layer was timed."""
     layer, head_seconds = measured["compute"]["layer"], measured["compute"]["head_seconds"]
-    updates, copied, update_bytes = measured["updates"], measured["copies"], UPDATE_BYTES[workload.dtype]
-    alone, loaded = max(updates["alone"].values()), updates["under_copies"]
-    inbound, outbound = copied["inbound_page_locked"], copied["outbound_page_locked"]
-    read, written = measured["disk"]["read"], measured["disk"]["write"]
+    update_rates, copy_rates, update_bytes = (
+        measured["updates"],
+        measured["copies"],
+        UPDATE_BYTES[workload.dtype],
+    )
+    alone_rate, rates_under_copies = max(update_rates["alone"].values()), update_rates["under_copies"]
+    inbound, outbound = copy_rates["inbound_page_locked"], copy_rates["outbound_page_locked"]
+    read_rate, write_rate = measured["disk"]["read"], measured["disk"]["write"]
     layer_seconds = layer["forward_seconds"] + layer["backward_seconds"]
-    under_copies = update_bytes * loaded["params_per_second"] + loaded["copied_bytes_per_second"]
+    under_copies = (
+        update_bytes * rates_under_copies["params_per_second"] + rates_under_copies["copied_bytes_per_second"]
+    )
     return Rates(
         device_flops_per_second=4 * workload.layer_flops / layer_seconds,
         forward_share=layer["forward_seconds"] / layer_seconds,
         head_flops_per_second=workload.head_flops_per_step / head_seconds,
-        device_bytes_per_second=update_bytes * updates["on_device"],
+        device_bytes_per_second=update_bytes * update_rates["on_device"],
         inbound_bytes_per_second=inbound,
         outbound_bytes_per_second=outbound,
         exchange_bytes_per_second=measured.get("exchange", min(inbound, outbound)),
-        duplex_share=min(1.0, copied["both_ways"] / (inbound + outbound)),
-        host_bytes_per_second=max(update_bytes * alone, under_copies),  # the higher of two measurements
-        host_adam_params_per_second=alone,
-        streamed_cost=updates["on_device"] / updates["streamed"],
-        ahead_cost=max(1.0, updates["alone"][str(loaded["threads"])] / updates["ahead"]),
-        disk_read_bytes_per_second=read,
-        disk_write_bytes_per_second=written,
-        disk_duplex_share=min(1.0, measured["disk"]["both_ways"] / (read + written)),
+        duplex_share=min(1.0, copy_rates["both_ways"] / (inbound + outbound)),
+        host_bytes_per_second=max(update_bytes * alone_rate, under_copies),  # the higher of two measurements
+        host_adam_params_per_second=alone_rate,
+        streamed_cost=update_rates["on_device"] / update_rates["streamed"],
+        ahead_cost=max(
+            1.0, update_rates["alone"][str(rates_under_copies["threads"])] / update_rates["ahead"]
+        ),
+        disk_read_bytes_per_second=read_rate,
+        disk_write_bytes_per_second=write_rate,
+        disk_duplex_share=min(1.0, measured["disk"]["both_ways"] / (read_rate + write_rate)),
         is_host=device != "cuda",
     )
 
@@ -127,14 +135,19 @@ def compute(workload: Workload, device: Device) -> dict[str, Any]:
     x, dy = torch.randn(2, *size, dtype=DTYPES[workload.dtype], device=device.name)
     xs: list[Passed] = [(x.requires_grad_(),)]
     at_once = PASSES_AT_ONCE[device.name.type]
-    both = median_seconds(device, lambda: layer.forward(xs) and layer.backward([(dy,)], layer.grads), at_once)
-    forward = median_seconds(device, lambda: layer.forward(xs), at_once)
+    both_passes_seconds = median_seconds(
+        device, lambda: layer.forward(xs) and layer.backward([(dy,)], layer.grads), at_once
+    )
+    forward_seconds = median_seconds(device, lambda: layer.forward(xs), at_once)
     targets = torch.randint(workload.vocab_size, size[:2], device=device.name)
     ends = ResidentEnds(device, workload)
-    head = median_seconds(device, lambda: ends.loss(xs, targets, 1.0), at_once)
+    head_seconds = median_seconds(device, lambda: ends.loss(xs, targets, 1.0), at_once)
     return {
-        "layer": {"forward_seconds": forward, "backward_seconds": max(both - forward, 0.0)},
-        "head_seconds": head,
+        "layer": {
+            "forward_seconds": forward_seconds,
+            "backward_seconds": max(both_passes_seconds - forward_seconds, 0.0),
+        },
+        "head_seconds": head_seconds,
     }
 
 
@@ -147,24 +160,27 @@ def copies(device: Device) -> dict[str, float]:
     host_slab, other_host_slab, device_slab, other_device_slab = rooms(device, num_bytes)
     pageable = torch.zeros(num_bytes // 4)
 
-    def copy(stream: Any, to: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         with device.streams.use(stream):
-            to.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
 
-    def both() -> None:
-        queued = device.copier.submit(copy, device.inbound, device_slab, host_slab)
+    def copy_both_ways() -> None:
+        inbound_copy = device.copier.submit(copy, device.inbound, device_slab, host_slab)
         copy(device.outbound, other_host_slab, other_device_slab)
-        queued.result()
+        inbound_copy.result()
 
-    moved: dict[str, tuple[int, Callable[[], Any]]] = {
+    timed_copies: dict[str, tuple[int, Callable[[], Any]]] = {
         "within_device": (2, lambda: device_slab.copy_(other_device_slab)),
         "inbound_page_locked": (1, lambda: copy(device.inbound, device_slab, host_slab)),
         "outbound_page_locked": (1, lambda: copy(device.outbound, other_host_slab, other_device_slab)),
         "inbound_pageable": (1, lambda: copy(device.inbound, device_slab, pageable)),
         "outbound_pageable": (1, lambda: copy(device.outbound, pageable, other_device_slab)),
-        "both_ways": (2, both),
+        "both_ways": (2, copy_both_ways),
     }
-    return {name: times * num_bytes / median_seconds(device, work) for name, (times, work) in moved.items()}
+    return {
+        name: num_copies * num_bytes / median_seconds(device, work)
+        for name, (num_copies, work) in timed_copies.items()
+    }
 
 
 def rooms(device: Device, num_bytes: int) -> list[torch.Tensor]:
@@ -177,29 +193,42 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
     by the host, into the spare states. `under_copies`: by the host, while copies go both ways. `on_device`, `streamed`:
     by the device, a resident layer and a streamed layer.
     """
-    one = dataclasses.replace(workload, num_layers=1, num_heads=1)
-    small = dataclasses.replace(one, hidden_size=min(UPDATED_HIDDEN_SIZE, workload.hidden_size))
-    most = facts()["cores"] - (2 if device_name == "cuda" else 0)
-    most, alone = max(1, most), {}
-    for threads in sorted({1, most, *(2**power for power in range(1, 10) if 2**power < most)}):
-        with Device(device_name, num_workers=threads) as device:
-            layers = landed_layers(device, small, min(threads, MOST_UPDATED))
+    one_layer = dataclasses.replace(workload, num_layers=1, num_heads=1)
+    small_workload = dataclasses.replace(
+        one_layer, hidden_size=min(HOST_UPDATED_HIDDEN_SIZE, workload.hidden_size)
+    )
+    most_threads = facts()["cores"] - (2 if device_name == "cuda" else 0)
+    most_threads, rate_of_threads = max(1, most_threads), {}
+    for num_threads in sorted(
+        {1, most_threads, *(2**power for power in range(1, 10) if 2**power < most_threads)}
+    ):
+        with Device(device_name, num_workers=num_threads) as device:
+            layers = landed_layers(device, small_workload, min(num_threads, MOST_UPDATED_LAYERS))
             seconds = median_seconds(device, lambda layers=layers: update_all(layers))  # type: ignore[misc]
-            alone[str(threads)] = len(layers) * small.layer_params / seconds
-            if threads == most:
-                loaded = under_copies(device, layers, small.layer_params)
+            rate_of_threads[str(num_threads)] = len(layers) * small_workload.layer_params / seconds
+            if num_threads == most_threads:
+                rates_under_copies = under_copies(device, layers, small_workload.layer_params)
         del layers  # page-locked memory
-    with Device(device_name, num_workers=most) as device:
-        layers = landed_layers(device, small, min(most, MOST_UPDATED), spare=True)
-        ahead = (
-            len(layers) * small.layer_params / median_seconds(device, lambda: update_all(layers, ahead=True))
+    with Device(device_name, num_workers=most_threads) as device:
+        layers = landed_layers(device, small_workload, min(most_threads, MOST_UPDATED_LAYERS), spare=True)
+        ahead_rate = (
+            len(layers)
+            * small_workload.layer_params
+            / median_seconds(device, lambda: update_all(layers, ahead=True))
         )
-    with Device(device_name, num_workers=most) as device:
-        by_device = on_device(
+    with Device(device_name, num_workers=most_threads) as device:
+        device_rates = on_device(
             device,
-            dataclasses.replace(one, hidden_size=min(UPDATED_THERE[device_name], workload.hidden_size)),
+            dataclasses.replace(
+                one_layer, hidden_size=min(DEVICE_UPDATED_HIDDEN_SIZE[device_name], workload.hidden_size)
+            ),
         )
-    return {"alone": alone, "ahead": ahead, "under_copies": {"threads": most, **loaded}, **by_device}
+    return {
+        "alone": rate_of_threads,
+        "ahead": ahead_rate,
+        "under_copies": {"threads": most_threads, **rates_under_copies},
+        **device_rates,
+    }
 
 
 def on_device(device: Device, workload: Workload) -> dict[str, float]:
@@ -251,8 +280,8 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
     """
     num_bytes = COPY_BYTES[device.name.type] // 4
     host_slab, other_host_slab, device_slab, other_device_slab = rooms(device, num_bytes)
-    copied, rounds, started = 0, 8, time.perf_counter()
-    for _ in range(rounds):
+    copied_bytes, num_rounds, started = 0, 8, time.perf_counter()
+    for _ in range(num_rounds):
         for layer in layers:
             layer.update_when_landed(SETTINGS, Clip(device, 0.0))
         while not all(layer.updated.done() for layer in layers):
@@ -261,10 +290,10 @@ def under_copies(device: Device, layers: list[LayerState], layer_params: int) ->
             with device.streams.use(device.outbound):
                 other_host_slab.copy_(other_device_slab, non_blocking=True)
             device.synchronize()
-            copied += 2 * num_bytes
+            copied_bytes += 2 * num_bytes
     seconds = time.perf_counter() - started
-    params = rounds * len(layers) * layer_params
-    return {"params_per_second": params / seconds, "copied_bytes_per_second": copied / seconds}
+    updated_params = num_rounds * len(layers) * layer_params
+    return {"params_per_second": updated_params / seconds, "copied_bytes_per_second": copied_bytes / seconds}
 
 
 def exchange(device_name: str) -> dict[str, float]:
@@ -272,23 +301,25 @@ def exchange(device_name: str) -> dict[str, float]:
     measured by sums over two ranks. For a GPU it is the rate of the datasheet, because the machine may have only one
     GPU; for an unknown GPU the dictionary is empty."""
     if device_name == "cuda":
-        known = named_machines.of_gpu(facts()["gpu"], facts()["gpu_bytes"])
-        rates = named_machines.load(known).rates("fp32") if known else None
+        machine_name = named_machines.of_gpu(facts()["gpu"], facts()["gpu_bytes"])
+        rates = named_machines.load(machine_name).rates("fp32") if machine_name else None
         return {"exchange": rates.exchange_bytes_per_second} if rates else {}
     with tempfile.TemporaryDirectory() as folder:
-        meeting = str(Path(folder) / "meeting")
+        meeting_path = str(Path(folder) / "meeting")
         # Two new processes: torch numbers the groups of a process, and ranks with other numbers do not meet.
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-            seconds, _ = pool.map(sum_over_two, (meeting, meeting), (0, 1))
+            seconds, _ = pool.map(sum_over_two, (meeting_path, meeting_path), (0, 1))
     return {"exchange": 2 * sum_sent(SUMMED_BYTES, 2) / seconds}
 
 
-def sum_over_two(meeting: str, rank: int) -> float:
+def sum_over_two(meeting_path: str, rank: int) -> float:
     """Return the median seconds of a sum over two ranks. Each rank is a process of its own; the ranks find each other
     by the file `meeting`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=60)  # long, because the other process first imports torch
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(meeting_path, 2), rank=rank, world_size=2, timeout=limit
+    )
     summed, times = torch.zeros(SUMMED_BYTES // 4), []
     for _ in range(NUM_SUMS):
         started = time.perf_counter()
@@ -323,7 +354,7 @@ def median_seconds(device: Device, work: Callable[[], Any], at_once: int = 1) ->
     round that does not count, there are rounds for about ENOUGH_SECONDS, 3 to 99 of them.
     """
     times: list[float] = []
-    while len(times) < 4 or (sum(times) < ENOUGH_SECONDS and len(times) < 100):
+    while len(times) < 4 or (sum(times) < REPEATED_SECONDS and len(times) < 100):
         started = time.perf_counter()
         for _ in range(at_once):
             work()
