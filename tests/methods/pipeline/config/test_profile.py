@@ -273,9 +273,12 @@ def test_a_thread_that_waited_longer_than_the_clock_shows_took_no_time() -> None
     """The two are read from different clocks: a profile with fewer than no seconds was refused."""
     waits = iter([0.0, 9.0])
     it = SimpleNamespace(
-        _synchronize=lambda: None, _waited_seconds=lambda: next(waits), _crowded=0.0, _alone=0.0
+        _synchronize=lambda: None,
+        _waited_seconds=lambda: next(waits),
+        _elapsed_seconds=0.0,
+        _core_seconds=0.0,
     )
-    assert Profiler._clocked(it, len, "") == (0, 0.0) and it._alone == 0.0  # type: ignore[arg-type]
+    assert Profiler._call_timed(it, len, "") == (0, 0.0) and it._core_seconds == 0.0  # type: ignore[arg-type]
 
 
 def test_the_snippet_of_the_page_runs_alone(
