@@ -25,10 +25,14 @@ class LargestModel(Case):
     searches = methods
     picks = True
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        return [used.probe(*size) for size in PUBLISHED_DEPTHS.items()] if used.kind == "paper" else []
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        return (
+            [case_profile.probe(*size) for size in PUBLISHED_DEPTHS.items()]
+            if case_profile.kind == "paper"
+            else []
+        )
 
-    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return up to two rows per method: the largest size that trained, then the smallest size above it that
         failed."""
         rows = []

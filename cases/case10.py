@@ -36,22 +36,24 @@ class ReleaseMap(Case):
     methods = tuple(dict.fromkeys(row.method for row in ROWS.values()))
     in_all = False
 
-    def profiles(self, used: CaseProfile) -> Sequence[CaseProfile]:
+    def profiles(self, case_profile: CaseProfile) -> Sequence[CaseProfile]:
         """Return a profile for each workload of the map. Its sizes do not depend on the asked profile; only its device
         does."""
         loads = dict.fromkeys(workload_of(name) for name in ROWS)
-        return [_profile(used, load) for load in loads]
+        return [_profile(case_profile, load) for load in loads]
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         """Return the jobs of the installed releases, which install nothing."""
         installed = ((name, ENGINES[row.engine].installed) for name, row in ROWS.items())
-        return [job_of(used, name, release) for name, release in installed if release in columns_of(name)]
+        return [
+            job_of(case_profile, name, release) for name, release in installed if release in columns_of(name)
+        ]
 
-    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return a row for each cell with a record. `series` is the name of its row, `group` its release, and `reason`
         the text of the gate, also of a cell that passes, or how the run ended."""
         cells: dict[tuple[str, str], list[Record]] = {}
-        for cell, record in _placed(records, used):
+        for cell, record in _placed(records, case_profile):
             cells.setdefault(cell, []).append(record)
         names = list(ROWS)
         in_order = sorted(cells, key=lambda cell: (names.index(cell[0]), order(cell[1])))
@@ -65,22 +67,22 @@ def workload_of(name: str) -> Workload:
     return replace(WORKLOAD, **ROWS[name].workload)
 
 
-def job_of(used: CaseProfile, name: str, release: str | None = None) -> Job:
+def job_of(case_profile: CaseProfile, name: str, release: str | None = None) -> Job:
     """Return the job of a cell: a row, by its name, and a release; None: the installed one."""
     row = ROWS[name]
     is_other = release not in (None, ENGINES[row.engine].installed)
     options = {**row.options, **({OPTION: release} if is_other else {})}
-    return _profile(used, workload_of(name)).job(row.method, LAYERS, **options)
+    return _profile(case_profile, workload_of(name)).job(row.method, LAYERS, **options)
 
 
-def _profile(used: CaseProfile, load: Workload) -> CaseProfile:
-    device = "cuda" if used.device == "cuda" else "cpu"
-    return replace(used, workload=load.at_depth(1), budget=Budget(), device=device, **LENGTH)
+def _profile(case_profile: CaseProfile, load: Workload) -> CaseProfile:
+    device = "cuda" if case_profile.device == "cuda" else "cpu"
+    return replace(case_profile, workload=load.at_depth(1), budget=Budget(), device=device, **LENGTH)
 
 
-def _placed(records: Sequence[Record], used: CaseProfile) -> Iterator[tuple[tuple[str, str], Record]]:
+def _placed(records: Sequence[Record], case_profile: CaseProfile) -> Iterator[tuple[tuple[str, str], Record]]:
     """Yield each record of a cell after the cell: the name of its row, and its release."""
-    rows = [(name, _by_installed(job_of(used, name))) for name in ROWS]
+    rows = [(name, _by_installed(job_of(case_profile, name))) for name in ROWS]
     for record in records:
         with contextlib.suppress(ValueError):
             # the method no longer has one of the record's options; no version

@@ -31,17 +31,20 @@ class SpeedAtLargestSizes(Case):
     look: ClassVar = {"series": {"Baselines": BASELINES[0], "": OURS}}
     picks = True
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth_by_method = {name: sizes[name] for name in BASELINES if name in sizes}
-        baselines = [used.job(name, depth) for name, depth in depth_by_method.items()]
+        baselines = [case_profile.job(name, depth) for name, depth in depth_by_method.items()]
         depths = sorted(set(depth_by_method.values()))
         return baselines + [
-            used.job(OURS, depth, window_size=used.window_at(depth), **STREAMED) for depth in depths
+            case_profile.job(OURS, depth, window_size=case_profile.window_at(depth), **STREAMED)
+            for depth in depths
         ]
 
-    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return the rows of the baselines, then the rows of STRONGHOLD at the baselines' depths."""
-        rows = points.points(self.metric, records, self.jobs(used, searches.sizes(self.searches, records)))
+        rows = points.points(
+            self.metric, records, self.jobs(case_profile, searches.sizes(self.searches, records))
+        )
         for name in BASELINES:
             largest, _ = searches.largest(name, records)
             if largest and not any(row.method == name for row in rows):

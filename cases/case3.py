@@ -21,10 +21,12 @@ class SpeedAtOneSize(Case):
     picks = True
     quick = ("l2l", WINDOWED)
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        depth = used.depth(PUBLISHED_DEPTH)
-        streamed = {"window_size": used.window_at(depth), **STREAMED}
-        return [used.job(name, depth, **(streamed if name == WINDOWED else {})) for name in self.methods]
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        depth = case_profile.depth(PUBLISHED_DEPTH)
+        streamed = {"window_size": case_profile.window_at(depth), **STREAMED}
+        return [
+            case_profile.job(name, depth, **(streamed if name == WINDOWED else {})) for name in self.methods
+        ]
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
         """Return the rows at the depth at which most methods were run; if several depths have equally many methods,

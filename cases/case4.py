@@ -33,10 +33,10 @@ class StepTimeByDepth(Case):
     picks = True
     quick = methods
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        depths = dict.fromkeys(used.depth(published) for published in RUNS[used.kind])
-        window = used.window_at(min(depths))
-        return [used.job(OURS, depth, window_size=window, **STREAMED) for depth in depths]
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        depths = dict.fromkeys(case_profile.depth(published) for published in RUNS[case_profile.kind])
+        window = case_profile.window_at(min(depths))
+        return [case_profile.job(OURS, depth, window_size=window, **STREAMED) for depth in depths]
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
         plot.line(axes, [(row.num_layers, row) for row in rows], method.load(OURS).label)

@@ -28,10 +28,10 @@ class StepTimeByWindow(Case):
     picks = True
     quick = methods
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        depth = used.depth(DEMO_DEPTH if used.kind == "demo" else PUBLISHED_DEPTH)
-        windows = [window for window in RUNS[used.kind] if window <= depth]
-        return [used.job(OURS, depth, window_size=window, **STREAMED) for window in windows]
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        depth = case_profile.depth(DEMO_DEPTH if case_profile.kind == "demo" else PUBLISHED_DEPTH)
+        windows = [window for window in RUNS[case_profile.kind] if window <= depth]
+        return [case_profile.job(OURS, depth, window_size=window, **STREAMED) for window in windows]
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
         plot.bars(axes, [(str(row.window_size), [[row]]) for row in rows])

@@ -41,21 +41,23 @@ class ModelSelection(Case):
     methods = (*BASELINES, OURS)
     mixes_metrics = True
 
-    def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
-        return _profiles(used)
+    def profiles(self, case_profile: CaseProfile) -> tuple[CaseProfile, ...]:
+        return _profiles(case_profile)
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        return [*(job for name in BASELINES for job in _alone(used, name)), *_together(used)]
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        return [*(job for name in BASELINES for job in _alone(case_profile, name)), *_together(case_profile)]
 
-    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return, for each method, a row with the speed of all models together in samples per second. Then return rows
         with the turns of shards in the last step of Hydra's last run.
         """
-        speeds = [speed for name in BASELINES for speed in _one_after_another(_alone(used, name), records)]
-        for job, series in zip(_together(used), ("", _case6_figure.ONE_SLOT), strict=True):
+        speeds = [
+            speed for name in BASELINES for speed in _one_after_another(_alone(case_profile, name), records)
+        ]
+        for job, series in zip(_together(case_profile), ("", _case6_figure.ONE_SLOT), strict=True):
             speeds += [replace(speed, series=series) for speed in points.points(METRIC, records, [job])]
         # reasons of baselines without a value
-        lacking = {name: _shortfall(used, name) for name in BASELINES if speeds}
+        lacking = {name: _shortfall(case_profile, name) for name in BASELINES if speeds}
         refused = [
             FigureRow(
                 METRIC,
@@ -74,9 +76,10 @@ class ModelSelection(Case):
             if reason
         ]
         speeds = [
-            replace(speed, group=f"{_options(used)['num_models']} models") for speed in (*refused, *speeds)
+            replace(speed, group=f"{_options(case_profile)['num_models']} models")
+            for speed in (*refused, *speeds)
         ]
-        both = points.repeats(_together(used)[0], records)
+        both = points.repeats(_together(case_profile)[0], records)
         return speeds + (_turns(both[-1]) if both and both[-1].status == "ok" else [])
 
     def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
@@ -93,59 +96,61 @@ class ModelSelection(Case):
         return _case6_figure.figure(rows, note, self.methods)
 
 
-def _profiles(used: CaseProfile) -> tuple[CaseProfile, ...]:
+def _profiles(case_profile: CaseProfile) -> tuple[CaseProfile, ...]:
     """Return three profiles: one model with the whole batch, one model with half the batch, and all models at once."""
-    load, budget = used.workload, used.budget
+    load, budget = case_profile.workload, case_profile.budget
     assert budget.device_bytes and budget.host_bytes  # every profile has both budgets
     host_bytes = budget.host_bytes
-    if used.kind == "demo":
+    if case_profile.kind == "demo":
         host_bytes *= IN_DEMO["host"]
     else:
         device_bytes = host_bytes // DEVICE_SHARE
-        if used.device == "cuda":
+        if case_profile.device == "cuda":
             device_bytes = cuda_budget.budget_bytes(device_bytes)
         budget = replace(budget, device_bytes=min(budget.device_bytes, device_bytes))
-    alone = replace(used, budget=budget)
+    alone = replace(case_profile, budget=budget)
     half = replace(load, batch_size=load.batch_size // 2)
-    halved = replace(alone, workload=half, steps=2 * used.steps, warmup=2 * used.warmup)
+    halved = replace(alone, workload=half, steps=2 * case_profile.steps, warmup=2 * case_profile.warmup)
     return alone, halved, replace(alone, budget=replace(budget, host_bytes=host_bytes))
 
 
-def _alone(used: CaseProfile, name: str) -> list[Job]:
+def _alone(case_profile: CaseProfile, name: str) -> list[Job]:
     """Return one job per batch size; each trains one model. Return no job if the plan for the whole batch does not
     fit."""
-    profiles = () if _shortfall(used, name) else _profiles(used)[:NUM_BATCH_SIZES]
-    return [profile.job(name, _depth(used)) for profile in profiles]
+    profiles = () if _shortfall(case_profile, name) else _profiles(case_profile)[:NUM_BATCH_SIZES]
+    return [profile.job(name, _depth(case_profile)) for profile in profiles]
 
 
-def _shortfall(used: CaseProfile, name: str) -> str | None:
+def _shortfall(case_profile: CaseProfile, name: str) -> str | None:
     """Return, as text, which memory one model with the whole batch lacks by its plan, and how much; None if the model
     fits."""
-    alone = _profiles(used)[0]
-    job = alone.job(name, _depth(used))
+    alone = _profiles(case_profile)[0]
+    job = alone.job(name, _depth(case_profile))
     return method.create(name, job.options).plan(job.workload, alone.room).shortfall(alone.room)
 
 
-def _together(used: CaseProfile) -> list[Job]:
+def _together(case_profile: CaseProfile) -> list[Job]:
     """Return two jobs that train all models together with the same shards: with a double buffer, and without."""
-    both = _profiles(used)[-1].job(OURS, _depth(used), **_options(used))
+    both = _profiles(case_profile)[-1].job(OURS, _depth(case_profile), **_options(case_profile))
     return [both, replace(both, options={**both.options, "double_buffer": False})]
 
 
-def _options(used: CaseProfile) -> dict[str, int]:
-    return {"num_models": NUM_BATCH_SIZES * RUNS[used.kind], "num_batch_sizes": NUM_BATCH_SIZES}
+def _options(case_profile: CaseProfile) -> dict[str, int]:
+    return {"num_models": NUM_BATCH_SIZES * RUNS[case_profile.kind], "num_batch_sizes": NUM_BATCH_SIZES}
 
 
-def _depth(used: CaseProfile) -> int:
+def _depth(case_profile: CaseProfile) -> int:
     """Return the largest number of layers per model with which all models fit the host's memory."""
-    if used.kind == "demo":
+    if case_profile.kind == "demo":
         return IN_DEMO["depth"]
-    trained, room = method.create(OURS, _options(used)), _profiles(used)[-1].room
+    trained, room = method.create(OURS, _options(case_profile)), _profiles(case_profile)[-1].room
     assert room.host_bytes
     room = replace(room, host_bytes=int(ROOM * room.host_bytes))
     return max(
         1,
-        method.largest_depth(lambda n: trained.plan(used.workload.at_depth(n), room).shortfall(room) is None),
+        method.largest_depth(
+            lambda n: trained.plan(case_profile.workload.at_depth(n), room).shortfall(room) is None
+        ),
     )
 
 

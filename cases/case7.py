@@ -63,43 +63,49 @@ class Pipelines(Case):
     methods = (OURS,)
     mixes_metrics = True
 
-    def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
+    def profiles(self, case_profile: CaseProfile) -> tuple[CaseProfile, ...]:
         """Return the profiles. Without a GPU the profiles use the device cpu, because the device sim has only one
         rank."""
-        return (replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used,)
+        return (
+            replace(case_profile, device="cpu", budget=Budget())
+            if case_profile.device == "sim"
+            else case_profile,
+        )
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         """Return a job for each number of stages and size of micro-batch, at the published depth or, on a GPU, at the
         largest depth at which the largest micro-batch fits."""
-        [profile] = self.profiles(used)
+        [profile] = self.profiles(case_profile)
         num_ranks = RANKS[profile.device]
-        most = max(RUNS[used.kind])
+        most = max(RUNS[case_profile.kind])
         fits = (
             profile.largest_planned(OURS, num_stages=1, chunk_size=most)
             if profile.device == "cuda"
-            else used.common
+            else case_profile.common
         )
-        num_layers = max(1, min(used.common, fits))
+        num_layers = max(1, min(case_profile.common, fits))
         jobs = []
         for num_stages in range(1, num_ranks + 1):
             if num_ranks % num_stages:
                 continue
-            for chunk_size in RUNS[used.kind]:
-                if used.workload.batch_size * num_stages // num_ranks % chunk_size == 0:
+            for chunk_size in RUNS[case_profile.kind]:
+                if case_profile.workload.batch_size * num_stages // num_ranks % chunk_size == 0:
                     options = {"world_size": num_ranks, "num_stages": num_stages, "chunk_size": chunk_size}
                     jobs.append(profile.job(OURS, num_layers, **options))
         return jobs
 
-    def measure(self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> None:
+    def measure(
+        self, case_profile: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
+    ) -> None:
         """Measure the profile, the morphing job and the undisturbed job, unless their results exist."""
-        folder = _folder(used, results)
+        folder = _folder(case_profile, results)
         try:
             if not (folder / "profile").exists():
                 report({"event": "build", "text": "case 7: a profile"})
-                job, *_ = self.jobs(used, {})
+                job, *_ = self.jobs(case_profile, {})
                 options = {"world_size": RANKS[job.device]}
                 measured = Job("profile", job.workload, options, device=job.device)
-                measure_profile(measured, RUNS[used.kind], folder / "profile", report)
+                measure_profile(measured, RUNS[case_profile.kind], folder / "profile", report)
             for name, schedule in (
                 ("undisturbed", _morphs.Schedule(1, 1)),
                 ("morphed", _morphs.Schedule(2, 2, CHANGES)),
@@ -111,29 +117,29 @@ class Pipelines(Case):
         except (ValueError, TimeoutError) as error:
             report({"event": "warning", "text": f"case 7: {error}"})
 
-    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return the measured rows, and the step times of the schedules as the claim defines them."""
         measured = [
             replace(row, group=_group(int(job.options["num_stages"]), int(job.options["chunk_size"])))
-            for job in self.jobs(used, {})
+            for job in self.jobs(case_profile, {})
             for row in points.points(METRIC, records, [job])
         ]
         if not measured:
             return []
         return [*measured, *(replace(row, metric=METRIC) for row in _schedules((CLAIMED_SEND,)))]
 
-    def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> list[FigureRow]:
+    def beside(self, rows: Sequence[FigureRow], case_profile: CaseProfile, results: Path) -> list[FigureRow]:
         """Return the step times predicted from the profile that measure() left, each step of both jobs, and the
         morphing job's pauses."""
-        folder = _folder(used, results)
+        folder = _folder(case_profile, results)
         foretold: list[FigureRow] = []
         if (folder / "profile").exists():
-            job, *_ = self.jobs(used, {})
+            job, *_ = self.jobs(case_profile, {})
             foretold = _foretold(rows, RANKS[job.device], job.workload.batch_size, folder / "profile")
         return [*foretold, *_job_rows(folder, "undisturbed"), *_job_rows(folder, "morphed")]
 
-    def kept(self, used: CaseProfile, results: Path) -> list[Path]:
-        folder = _folder(used, results)
+    def kept(self, case_profile: CaseProfile, results: Path) -> list[Path]:
+        folder = _folder(case_profile, results)
         return sorted([*folder.glob("profile/*"), *folder.glob("*/job/steps.jsonl")])
 
     def simulated(self, rows: Sequence[FigureRow]) -> list[FigureRow]:
@@ -144,8 +150,8 @@ class Pipelines(Case):
         return _case7_figure.figure(rows, note)
 
 
-def _folder(used: CaseProfile, results: Path) -> Path:
-    return results.resolve() / f"case7_{used.name}"
+def _folder(case_profile: CaseProfile, results: Path) -> Path:
+    return results.resolve() / f"case7_{case_profile.name}"
 
 
 def _steps(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -42,24 +42,28 @@ class Scaling(Case):
     mixes_metrics = True
     in_all = False
 
-    def profiles(self, used: CaseProfile) -> tuple[CaseProfile, ...]:
+    def profiles(self, case_profile: CaseProfile) -> tuple[CaseProfile, ...]:
         """Return a profile for each batch size. Without a GPU the profiles use the device cpu, because the device sim
         has only one rank.
         """
-        profile = replace(used, device="cpu", budget=Budget()) if used.device == "sim" else used
+        profile = (
+            replace(case_profile, device="cpu", budget=Budget())
+            if case_profile.device == "sim"
+            else case_profile
+        )
         sizes = dict.fromkeys([*RANKS, profile.workload.batch_size])
         return tuple(replace(profile, workload=replace(profile.workload, batch_size=size)) for size in sizes)
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        jobs_of_points = [job for _, _, job in self._points(used)]
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+        jobs_of_points = [job for _, _, job in self._points(case_profile)]
         return [job for index, job in enumerate(jobs_of_points) if job not in jobs_of_points[:index]]
 
-    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return each measured row, followed by its predicted row. A method without a run on one rank is left out,
         because its other runs may belong to other cases.
         """
         rows = []
-        for series, num_ranks, job in self._points(used):
+        for series, num_ranks, job in self._points(case_profile):
             records_by_ranks = [record for record in records if record.job.world_size == num_ranks]
             if repeats := points.repeats(job, records_by_ranks):
                 row = replace(row_of(self.metric, repeats), series=series, x=float(num_ranks))
@@ -89,15 +93,17 @@ class Scaling(Case):
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
         return _case8_figure.figure(rows, self.methods, note)
 
-    def _points(self, used: CaseProfile) -> Iterator[tuple[str, int, Job]]:
+    def _points(self, case_profile: CaseProfile) -> Iterator[tuple[str, int, Job]]:
         """Yield for each point of the figure its series, its number of ranks and its job."""
-        by_size = {profile.workload.batch_size: profile for profile in self.profiles(used)}
-        whole, num_layers = used.workload.batch_size, used.common
-        if used.device == "cuda":  # a budget that holds the published depth may not hold it for every method
+        by_size = {profile.workload.batch_size: profile for profile in self.profiles(case_profile)}
+        whole, num_layers = case_profile.workload.batch_size, case_profile.common
+        if (
+            case_profile.device == "cuda"
+        ):  # a budget that holds the published depth may not hold it for every method
             largest = (by_size[whole].largest_planned(name) for name in self.methods)
             num_layers = max(1, min(num_layers, *largest))
         for name in self.methods:
-            streamed = {"window_size": used.window_at(num_layers), **STREAMED} if name == OURS else {}
+            streamed = {"window_size": case_profile.window_at(num_layers), **STREAMED} if name == OURS else {}
             for series, sizes in ((STRONG, [whole] * len(RANKS)), (WEAK, RANKS)):
                 for num_ranks, size in zip(RANKS, sizes, strict=True):
                     # For one rank leave the option world_size out: the job then also finds records that were made

@@ -34,26 +34,29 @@ class SpeedByTokens(Case):
     axis = "x"
     in_all = False
 
-    def profiles(self, used: CaseProfile) -> list[CaseProfile]:
+    def profiles(self, case_profile: CaseProfile) -> list[CaseProfile]:
         """Return a profile for each batch size."""
-        loads = [replace(used.workload, batch_size=size) for size in BATCHES.get(used.kind, FULL_BATCHES)]
-        return [replace(used, workload=load) for load in loads]
+        loads = [
+            replace(case_profile.workload, batch_size=size)
+            for size in BATCHES.get(case_profile.kind, FULL_BATCHES)
+        ]
+        return [replace(case_profile, workload=load) for load in loads]
 
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         """Return a job for each method and batch size. STRONGHOLD has no resident layer here, because resident layers
         have no copies to hide."""
-        depth = used.depth(PUBLISHED_DEPTH)
-        options = {OURS: {"window_size": used.window_at(depth), **STREAMED}}
+        depth = case_profile.depth(PUBLISHED_DEPTH)
+        options = {OURS: {"window_size": case_profile.window_at(depth), **STREAMED}}
         return [
             profile.job(name, depth, **options.get(name, {}))
             for name in self.methods
-            for profile in self.profiles(used)
+            for profile in self.profiles(case_profile)
         ]
 
-    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         return [
             replace(row, x=float(job.workload.batch_size * job.workload.seq_len))
-            for job in self.jobs(used, {})
+            for job in self.jobs(case_profile, {})
             for row in points.points(self.metric, records, [job])
         ]
 

@@ -88,21 +88,26 @@ class Shown(NamedTuple):
         return share(self.timeline.spans, self.step)
 
 
-def run(used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
+def run(case_profile: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
     """Run the traced job, unless it has a record, and return the records. Make the virtual timelines that are missing
     or were made by older code."""
     folder = results / "traces"
     folder.mkdir(parents=True, exist_ok=True)
-    planned = resolve(used.job(METHODS[0], used.depth(PUBLISHED_DEPTH)))
-    trace = str((folder / f"overlap_{used.name}.json").resolve())
+    planned = resolve(case_profile.job(METHODS[0], case_profile.depth(PUBLISHED_DEPTH)))
+    trace = str((folder / f"overlap_{case_profile.name}.json").resolve())
     planned = planned._replace(job=dataclasses.replace(planned.job, trace=trace))
     finished = Sweep(results, report=report).run([planned])
-    missing = [name for name in MACHINES if not _is_current(_virtual(folder, used.name, name))]
+    missing = [name for name in MACHINES if not _is_current(_virtual(folder, case_profile.name, name))]
     if missing:
-        report({"event": "build", "text": f"virtual time: {', '.join(missing)}, {RUNS[used.kind]} layers"})
+        report(
+            {
+                "event": "build",
+                "text": f"virtual time: {', '.join(missing)}, {RUNS[case_profile.kind]} layers",
+            }
+        )
         arguments = {
             "machines": missing,
-            "num_layers": RUNS[used.kind],
+            "num_layers": RUNS[case_profile.kind],
             "clipping": CLIPPING,
             "folder": str(folder),
         }
@@ -268,16 +273,20 @@ def _caption(timelines: Sequence[Shown], note: str) -> str:
 
 
 def collect(
-    used: CaseProfile, results: Path, out: Path, only: str | None, report: Callable[[dict[str, Any]], None]
+    case_profile: CaseProfile,
+    results: Path,
+    out: Path,
+    only: str | None,
+    report: Callable[[dict[str, Any]], None],
 ) -> list[Record]:
     """Run the jobs, write the table and draw the figure; return the records. If `only` is "extract", write and print
     the table alone. If `only` is "draw", write the table and draw. In both cases no job runs; None: do all."""
-    finished = [] if only else run(used, results, report)
-    timelines = shown(used.name, results, records_of(results))
-    path = extract(timelines, used.name, out)
+    finished = [] if only else run(case_profile, results, report)
+    timelines = shown(case_profile.name, results, records_of(results))
+    path = extract(timelines, case_profile.name, out)
     if only == "extract":
         print(path.read_text(), end="")
         return finished
-    figures = draw(timelines, used.name, out)
+    figures = draw(timelines, case_profile.name, out)
     print(f"case overlap: {', '.join(map(str, [path, *figures]))}")
     return finished

@@ -90,12 +90,12 @@ class Campaign:
     def __init__(
         self,
         numbers: Sequence[int],
-        used: CaseProfile,
+        case_profile: CaseProfile,
         results: Path,
         choice: RunChoice = RunChoice(),
         report: Report | None = None,
     ) -> None:
-        self.numbers, self.used, self.choice = numbers, used, choice
+        self.numbers, self.case_profile, self.choice = numbers, case_profile, choice
         self.methods = choice.methods or method.names()
         self.sweep = Sweep(results, report=report, probe=choice.probe)
         self.claims = claims.load()
@@ -136,11 +136,11 @@ class Campaign:
     def _add_case(self, runs: list[PlannedRun], number: int) -> None:
         """Add the searches and jobs of a case. A job whose size depends on an unfinished search is a guess."""
         its_case = case.load(number)
-        records = case.select(number, self.used, list(self.sweep.records.values()))
-        planned_depths = {name: max(1, self.used.largest_planned(name)) for name in its_case.searches}
+        records = case.select(number, self.case_profile, list(self.sweep.records.values()))
+        planned_depths = {name: max(1, self.case_profile.largest_planned(name)) for name in its_case.searches}
         for name, depth in planned_depths.items():
             if name in self.methods:
-                job, plan, _ = resolve(self.used.probe(name, depth))
+                job, plan, _ = resolve(self.case_profile.probe(name, depth))
                 missing = self._missing_of_search(job, records)
                 _add(
                     runs,
@@ -151,8 +151,10 @@ class Campaign:
         unfinished = {run.job.method for run in runs if run.missing}
         certain_depths = {name: depth for name, depth in depths.items() if name not in unfinished}
         guesses = {name: depth for name, depth in planned_depths.items() if name in unfinished}
-        certain = its_case.jobs(self.used, certain_depths)
-        guessed = [job for job in its_case.jobs(self.used, {**depths, **guesses}) if job not in certain]
+        certain = its_case.jobs(self.case_profile, certain_depths)
+        guessed = [
+            job for job in its_case.jobs(self.case_profile, {**depths, **guesses}) if job not in certain
+        ]
         for unplanned in (*certain, *guessed):
             if unplanned.method in self.methods:
                 job, plan, _ = resolve(unplanned)
@@ -179,8 +181,11 @@ class Campaign:
         only finds a size."""
         lengths = set()
         for number in self.numbers:
-            lengths |= {(used.steps, used.warmup) for used in case.load(number).profiles(self.used)}
-        return self.used.repeats if (job.steps, job.warmup) in lengths else 1
+            lengths |= {
+                (case_profile.steps, case_profile.warmup)
+                for case_profile in case.load(number).profiles(self.case_profile)
+            }
+        return self.case_profile.repeats if (job.steps, job.warmup) in lengths else 1
 
     def _missing_of_search(self, job: Job, records: list[Record]) -> int:
         """Return the number of runs that a search still needs.
@@ -198,7 +203,7 @@ class Campaign:
         job = run.job
         if run.is_search:
             self.tried.append((job, True))
-            answer = find_largest(Probes(self.sweep, self.used.probe(job.method)), 1, MOST_LAYERS)
+            answer = find_largest(Probes(self.sweep, self.case_profile.probe(job.method)), 1, MOST_LAYERS)
             self.finished += [answer["record"]] if answer["record"] else []
             return
         host = host_limit_bytes(job.budget, job.device)
@@ -210,7 +215,7 @@ class Campaign:
                 Planned(job, run.plan, None), self._repeats(job) - run.missing + 1, place
             )
         # a crash is not repeated
-        self.tried += [(job, False)] * (1 if record.is_result else self.used.repeats)
+        self.tried += [(job, False)] * (1 if record.is_result else self.case_profile.repeats)
         self.finished.append(record)
 
 
@@ -225,14 +230,14 @@ def _add(runs: list[PlannedRun], run: PlannedRun, num_claims: int) -> None:
     same.num_claims += num_claims
 
 
-def closing_line(runs: Sequence[PlannedRun], used: CaseProfile) -> str:
+def closing_line(runs: Sequence[PlannedRun], case_profile: CaseProfile) -> str:
     taken = [run for run in runs if run.is_taken]
     left_out = sum(run.missing > 0 and not run.is_taken for run in runs)
     minutes = sum(run.seconds for run in taken) / 60
     device = gib(max((run.plan.device_bytes for run in taken), default=0))
     host = gib(max((run.plan.host_bytes for run in taken), default=0))
     return (
-        f"profile {used.name}: {len(runs)} points, {sum(run.missing > 0 for run in taken)} to measure, about"
+        f"profile {case_profile.name}: {len(runs)} points, {sum(run.missing > 0 for run in taken)} to measure, about"
         f" {minutes:.0f} minutes at a rough rate, at most {device} of device and {host} of host memory"
         + (f"; {left_out} left out, for time" if left_out else "")
     )

@@ -62,43 +62,43 @@ def collect(call: CaseCall) -> list[Record]:
         raise ValueError(f"expected a case of {', '.join(names)}, or all, got {call.number!r}")
     records = records_of(call.results)
     facts = records[-1].machine if call.only and records else None
-    used = case.profile_of(call.profile, call.machine, facts)
+    case_profile = case.profile_of(call.profile, call.machine, facts)
     out = call.out or call.results / "figures"
     if call.where and (not call.only or call.profile or call.machine):
         raise ValueError("--where: expected --extract or --draw with it, and neither --profile nor --machine")
     if not call.only:
-        used.check_machine()
+        case_profile.check_machine()
     if call.number == overlap.NAME:  # this case makes its runs itself
         with reporter(call.as_json) as report:
-            return overlap.collect(used, call.results, out, call.only, report)
+            return overlap.collect(case_profile, call.results, out, call.only, report)
     numbers = case.numbers_of_all() if call.number == "all" else [int(call.number)]
-    used = dataclasses.replace(used, repeats=call.repeats or used.repeats)
+    case_profile = dataclasses.replace(case_profile, repeats=call.repeats or case_profile.repeats)
     output = CaseOutput(call.results, out, call.only, is_one=len(numbers) == 1)
     if not call.only:
         seconds = math.inf if call.seconds is None else call.seconds
-        return make(numbers, used, output, RunChoice(None, seconds, call.probe), call.as_json)
+        return make(numbers, case_profile, output, RunChoice(None, seconds, call.probe), call.as_json)
     for number in numbers:
-        if call.profile or call.machine or (not call.where and case.any_of(number, used, records)):
-            _write(number, used, records, output)
-            _write_added(number, used, output)
+        if call.profile or call.machine or (not call.where and case.any_of(number, case_profile, records)):
+            _write(number, case_profile, records, output)
+            _write_added(number, case_profile, output)
         else:
             _write(number, None, records, output, call.where)
     return []
 
 
 def make(
-    numbers: Sequence[int], used: CaseProfile, output: CaseOutput, choice: RunChoice, as_json: bool
+    numbers: Sequence[int], case_profile: CaseProfile, output: CaseOutput, choice: RunChoice, as_json: bool
 ) -> list[Record]:
     """Make the missing runs of the cases; then write tables and draw figures. Return the records of the runs that were
     made."""
     with reporter(as_json) as report:
-        finished = _measure(Campaign(numbers, used, output.results, choice, report), as_json)
+        finished = _measure(Campaign(numbers, case_profile, output.results, choice, report), as_json)
         for number in numbers:
-            case.load(number).measure(used, output.results, report)
+            case.load(number).measure(case_profile, output.results, report)
     records = records_of(output.results)
     for number in numbers:
-        _write(number, used, records, output)
-        _write_added(number, used, output)
+        _write(number, case_profile, records, output)
+        _write_added(number, case_profile, output)
     return finished
 
 
@@ -111,29 +111,30 @@ def _measure(campaign: Campaign, as_json: bool) -> list[Record]:
     else:
         if len(campaign.numbers) > 1 or seconds < math.inf:
             print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
-        print(closing_line(runs, campaign.used), flush=True)
+        print(closing_line(runs, campaign.case_profile), flush=True)
     campaign.run()
     return campaign.finished
 
 
 def _write(
     number: int,
-    used: CaseProfile | None,
+    case_profile: CaseProfile | None,
     records: list[Record],
     output: CaseOutput,
     where: Sequence[str] = (),
 ) -> None:
-    """Write the table and the figure of a case, from the records of a profile or, if `used` is None, from any records.
+    """Write the table and the figure of a case, from the records of a profile or, if `case_profile` is None, from any
+    records.
 
     A case without a record raises ValueError if it is the only one of the call. If the call asks for several, a line is
     printed instead.
     """
-    name = used.name if used else case_files.ANY_RUNS
+    name = case_profile.name if case_profile else case_files.ANY_RUNS
     try:
         path = Path(f"{case_files.stem(number, name, output.out)}.csv")
         if output.only != "draw":
-            if used:
-                rows = case.table(number, used, records, output.results)
+            if case_profile:
+                rows = case.table(number, case_profile, records, output.results)
             else:
                 rows = case.table_of_any_runs(number, records, where)
             path = case_files.write_rows(number, name, rows, output.out)
@@ -148,13 +149,13 @@ def _write(
     _print_paths(f"case {number}", [path, *figures], output)
 
 
-def _write_added(number: int, used: CaseProfile, output: CaseOutput) -> None:
+def _write_added(number: int, case_profile: CaseProfile, output: CaseOutput) -> None:
     """Write a table and a figure for each folder of records that others sent in. Each folder's files are written to a
     subfolder of `out` that has the folder's name."""
     for folder in added_folders(output.results):
         records = records_of(folder)
         with contextlib.suppress(ValueError):  # ValueError: the folder has no record of this case
-            path = case_files.extract(number, used, records, output.out / folder.name, folder)
+            path = case_files.extract(number, case_profile, records, output.out / folder.name, folder)
             figures = [] if output.only == "extract" else case_files.draw(number, path)
             about = f"case {number}, sent in, on {machine_of(records[-1])}"
             _print_paths(about, [path, *figures], output)

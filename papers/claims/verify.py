@@ -56,7 +56,8 @@ def rows_of(number: int, records: Sequence[Record]) -> dict[str, list[FigureRow]
     if not runs:
         return {IMPORTED: _imported(number, records)}
     return {
-        used.name: case.measured(number, used, runs) for used in case.possible(PROFILES, runs[-1].machine)
+        case_profile.name: case.measured(number, case_profile, runs)
+        for case_profile in case.possible(PROFILES, runs[-1].machine)
     }
 
 

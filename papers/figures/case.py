@@ -55,29 +55,31 @@ class Case(ABC):
         guard(cls, (OSError,))
 
     @abstractmethod
-    def jobs(self, used: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
+    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
         """Return the case's jobs in a profile. `sizes`: by name of a method in `searches`, the largest depth that
         trained; a method of which it is not known is left out."""
 
-    def profiles(self, used: CaseProfile) -> Sequence[CaseProfile]:
-        """Return the profiles that the case's jobs belong to, when the call asks for the profile `used`."""
-        return (used,)
+    def profiles(self, case_profile: CaseProfile) -> Sequence[CaseProfile]:
+        """Return the profiles that the case's jobs belong to, when the call asks for the profile `case_profile`."""
+        return (case_profile,)
 
-    def table(self, records: Sequence[Record], used: CaseProfile) -> list[FigureRow]:
+    def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return the case's measured rows, in the order of the figure."""
-        return points.points(self.metric, records, self.jobs(used, {}))
+        return points.points(self.metric, records, self.jobs(case_profile, {}))
 
     def measure(  # noqa: B027  most cases measure nothing besides runs
-        self, used: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
+        self, case_profile: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
     ) -> None:
         """Measure what the figure shows besides training runs, and write it to a file in the folder of results; do
         nothing if that file is there."""
 
-    def beside(self, rows: Sequence[FigureRow], used: CaseProfile, results: Path) -> Sequence[FigureRow]:
+    def beside(
+        self, rows: Sequence[FigureRow], case_profile: CaseProfile, results: Path
+    ) -> Sequence[FigureRow]:
         """Return rows made from the files that measure() has written."""
         return ()
 
-    def kept(self, used: CaseProfile, results: Path) -> Sequence[Path]:
+    def kept(self, case_profile: CaseProfile, results: Path) -> Sequence[Path]:
         """Return the paths of the text files that beside() reads. The archive that `bundle` makes includes these
         files."""
         return ()
@@ -170,9 +172,9 @@ def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) ->
             yield profile_of(name, on, facts)
 
 
-def any_of(number: int, used: CaseProfile, records: Sequence[Record]) -> bool:
+def any_of(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> bool:
     """True if one of the records is a run of this case in this profile."""
-    profiles = load(number).profiles(used)
+    profiles = load(number).profiles(case_profile)
     return any(_is_run_of(profiles, record) for record in records)
 
 
@@ -180,19 +182,19 @@ def _is_run_of(profiles: Sequence[CaseProfile], record: Record) -> bool:
     return record.origin == "run" and any(profile.is_of(record.job) for profile in profiles)
 
 
-def is_of(used: CaseProfile, job: Job) -> bool:
+def is_of(case_profile: CaseProfile, job: Job) -> bool:
     """True if a case has this job in this profile; the job's depth and method do not matter."""
-    profiles = (profile for number in numbers() for profile in load(number).profiles(used))
+    profiles = (profile for number in numbers() for profile in load(number).profiles(case_profile))
     return any(profile.is_of(job) for profile in profiles)
 
 
-def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Record]:
+def select(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> list[Record]:
     """Return the runs that a case may read in this profile, oldest first.
 
     If a method, by one release of its engine, has runs by its present code, its other runs are left out; if not, those
     by other code than its newest run. Raises ValueError if the runs are of several machines.
     """
-    profiles = load(number).profiles(used)
+    profiles = load(number).profiles(case_profile)
     runs = [record for record in records if _is_run_of(profiles, record)]
     fresh = {points.trainer(record) for record in runs if points.is_current(record)}
     runs = [record for record in runs if points.trainer(record) not in fresh or points.is_current(record)]
@@ -206,9 +208,9 @@ def select(number: int, used: CaseProfile, records: Sequence[Record]) -> list[Re
     return runs
 
 
-def measured(number: int, used: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
+def measured(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
     """Return a case's measured rows, from those records that the case may read."""
-    return load(number).table(select(number, used, records), used)
+    return load(number).table(select(number, case_profile, records), case_profile)
 
 
 @functools.cache
@@ -243,21 +245,23 @@ def published(number: int) -> list[FigureRow]:
 
 
 def table(
-    number: int, used: CaseProfile, records: Sequence[Record], results: Path | None = None
+    number: int, case_profile: CaseProfile, records: Sequence[Record], results: Path | None = None
 ) -> list[FigureRow]:
     """Return our rows of a case, measured and simulated. `results`: the folder of the records, which may hold files
     from which a case makes further rows; None: no such rows. Raises ValueError if there is no measured row, or if the
     rows have several machines or windows."""
-    its_case, rows = load(number), measured(number, used, records)
+    its_case, rows = load(number), measured(number, case_profile, records)
     if not rows:
-        raise ValueError(f"no record of profile {used.name} here; try {call(number, used.name)} first")
+        raise ValueError(
+            f"no record of profile {case_profile.name} here; try {call(number, case_profile.name)} first"
+        )
     windows = {row.window_size for row in rows if row.status == "ok" and row.window_size}
     if len(windows) > 1 and its_case.axis != "window_size":
         raise ValueError(
             f"case {number}: expected runs of one window size, got {', '.join(map(str, sorted(windows)))}"
         )
     if results:
-        rows = [*rows, *its_case.beside(rows, used, results)]
+        rows = [*rows, *its_case.beside(rows, case_profile, results)]
     return [*rows, *its_case.simulated(rows)]
 
 

@@ -36,11 +36,11 @@ def stem(number: int, name: str, out: Path) -> Path:
 
 
 def extract(
-    number: int, used: CaseProfile, records: Sequence[Record], out: Path, results: Path | None = None
+    number: int, case_profile: CaseProfile, records: Sequence[Record], out: Path, results: Path | None = None
 ) -> Path:
     """Write the CSV of a case: our rows, then the published rows. Return its path. Raises ValueError if we have no
     row."""
-    return write_rows(number, used.name, case.table(number, used, records, results), out)
+    return write_rows(number, case_profile.name, case.table(number, case_profile, records, results), out)
 
 
 def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:

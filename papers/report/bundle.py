@@ -121,13 +121,13 @@ def _fill(stage: Path, results: Path, names: Names) -> None:
     for name in machines or (None,):
         part = re.sub(r"[^\w.-]+", "-", name) if name and len(machines) > 1 else ""
         chosen = verify.of_one_machine(records, name if part else None)
-        for used, number, _ in page.tables(chosen, results):
-            for path in case.load(number).kept(used, results):
+        for case_profile, number, _ in page.tables(chosen, results):
+            for path in case.load(number).kept(case_profile, results):
                 if path.resolve() == path and [*_listable([path])]:
                     # skip links, which could lead out of the folder
                     _put_text(path, stage / path.relative_to(results.resolve()), names)
             case_files.draw(
-                number, case_files.extract(number, used, chosen, stage / "figures" / part, results)
+                number, case_files.extract(number, case_profile, chosen, stage / "figures" / part, results)
             )
         for profile, shown in page.traces(chosen, stage):
             overlap.extract(shown, profile, stage / "figures" / part)

@@ -56,10 +56,10 @@ def show_neighbors() -> None:
 
 def show_minutes(profile: str | None, machine: str | None, results: Path) -> None:
     """Print a line for each case, with a rough estimate of the time that its missing runs take."""
-    used = case.profile_of(profile, machine)
+    case_profile = case.profile_of(profile, machine)
     for number in case.numbers_of_all():
-        runs = Campaign([number], used, results).planned()
-        print(f"case {number}: {closing_line(runs, used)}")
+        runs = Campaign([number], case_profile, results).planned()
+        print(f"case {number}: {closing_line(runs, case_profile)}")
 
 
 def clean_up(results: Path, everything: bool = False) -> None:

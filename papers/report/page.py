@@ -225,7 +225,7 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
     yielded; None: all profiles. Raises ValueError if there is no figure of the wanted profile."""
     records = [entry.record for entry in entries]
     cases, traced = list(tables(records, results)), list(traces(records, results))
-    profiles = (*(used.name for used, _, _ in cases), *(profile for profile, _ in traced))
+    profiles = (*(case_profile.name for case_profile, _, _ in cases), *(profile for profile, _ in traced))
     names = dict.fromkeys((*scaled.NAMES, *profiles))
     if wanted is not None and wanted not in names:
         raise ValueError(f"--profile: expected one of {', '.join(names)}, got {wanted!r}")
@@ -233,18 +233,18 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
     traced = [entry for entry in traced if wanted in (None, entry[0], entry[0].split("_")[0])]
     if wanted is not None and not cases and not traced:
         raise ValueError(f"no record of profile {wanted}: try {scaled.call('all', wanted)}")
-    for used, number, rows in cases:
-        yield _case_section(used, number, [*rows, *case.published(number)], entries)
+    for case_profile, number, rows in cases:
+        yield _case_section(case_profile, number, [*rows, *case.published(number)], entries)
     for profile, timelines in traced:
         yield _overlap_section(profile, timelines, entries)
 
 
 def _case_section(
-    used: CaseProfile, number: int, rows: Sequence[FigureRow], entries: Sequence[Entry]
+    case_profile: CaseProfile, number: int, rows: Sequence[FigureRow], entries: Sequence[Entry]
 ) -> PageSection:
-    its_case, note = case.load(number), f"profile {used.name}"
+    its_case, note = case.load(number), f"profile {case_profile.name}"
     table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
-    return _section(number, used.name, its_case.title, its_case.figure(rows, note), table)
+    return _section(number, case_profile.name, its_case.title, its_case.figure(rows, note), table)
 
 
 def _overlap_section(
@@ -269,10 +269,10 @@ def tables(
     records: Sequence[Record], results: Path | None = None
 ) -> Iterator[tuple[CaseProfile, int, list[FigureRow]]]:
     """Yield each profile and case for which there are records, with this project's rows, without the published ones."""
-    for used in _profiles(records):
+    for case_profile in _profiles(records):
         for number in case.numbers():
             with contextlib.suppress(ValueError):  # this case has no record
-                yield used, number, case.table(number, used, records, results)
+                yield case_profile, number, case.table(number, case_profile, records, results)
 
 
 def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.Shown]]]:
@@ -288,11 +288,12 @@ def _profiles(records: Sequence[Record]) -> Iterator[CaseProfile]:
     runs = [record for record in records if record.origin == "run"]
     wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
     seen: list[CaseProfile] = []
-    for used in case.possible(wanted, runs[-1].machine if runs else {}):
-        nameless = dataclasses.replace(used, name=used.kind)  # two machines may give equal profiles
-        if nameless not in seen and any(case.is_of(used, record.job) for record in runs):
+    for case_profile in case.possible(wanted, runs[-1].machine if runs else {}):
+        # two machines may give equal profiles
+        nameless = dataclasses.replace(case_profile, name=case_profile.kind)
+        if nameless not in seen and any(case.is_of(case_profile, record.job) for record in runs):
             seen.append(nameless)
-            yield used
+            yield case_profile
 
 
 def tally(findings: Sequence[Finding]) -> dict[str, int]:
@@ -317,14 +318,15 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
         scaled.call("all" if section.case in of_all else section.case, section.profile)
         for section in sections
     )
-    used = list(_profiles(runs))
+    profiles_of_runs = list(_profiles(runs))
     references = {
         record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()
     }
     loose = _unique(
         again(record)
         for record in runs
-        if record.key not in references and not any(case.is_of(section, record.job) for section in used)
+        if record.key not in references
+        and not any(case.is_of(profile, record.job) for profile in profiles_of_runs)
     )
     return [*cases, *loose, "./run.sh verify", "./run.sh report"]
 
