@@ -127,7 +127,7 @@ def play(folder: Path, schedule: Schedule, num_steps: int, script: Sequence[str]
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    seconds: dict[str, list[float]] = {by: [] for by in CAUSES}
+    seconds: dict[str, list[float]] = {cause: [] for cause in CAUSES}
     with open(folder / "output.txt", "w") as output:
 
         def start() -> subprocess.Popen[bytes]:

@@ -20,7 +20,7 @@ class Choice:
     since: str = ""
     until: str = ""
     releases: Sequence[str] = ()  # these alone, also such as the table lacks
-    # only releases beside the first and the last one of a public report, in its first row
+    # True: only the cells at which a public report begins or ends to apply, see _beside_reports()
     is_quick: bool = False
     has_gpu: bool = False  # False: is_quick leaves out reports that a CPU cannot show
 
@@ -58,8 +58,9 @@ def chosen(choice: Choice) -> list[tuple[str, str]]:
 
 
 def _beside_reports(has_gpu: bool) -> set[tuple[str, str]]:
-    """Return the cells at both ends of each report, in the first of its rows: the last release before it, its first
-    and its last release, and the first release after it."""
+    """Return cells of each report's first row: the first and the last release that the report is about, the release
+    just before the first, and the release just after the last. `has_gpu`: False leaves out reports that a CPU cannot
+    show."""
     cells = set()
     for report in REPORTS:
         for name in report.rows[:1] if has_gpu or not report.needs_gpu else ():

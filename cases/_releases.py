@@ -207,7 +207,7 @@ def _zero(
     )
 
 
-def _trainer_zero(**entries: Any) -> MapRow:
+def _zero_by_trainer(**entries: Any) -> MapRow:
     """Return the row of Trainer with a configuration of ZeRO stage 2 that has these further entries."""
     config = text_of({"zero_optimization": {"stage": 2, **entries}})  # as the record of a run holds it
     lacks = ("ranks", "buckets", "tokens", *(("copies",) if entries else ()))
@@ -269,8 +269,8 @@ ROWS = {
     "hf-trainer-4-bf16": MapRow(
         "transformers", "hf-trainer", {}, {"micro_batches": 4, "dtype": "bf16"}, unseen=("ranks", "tokens")
     ),
-    "hf-trainer-deepspeed-stage-2-4": _trainer_zero(),
-    "hf-trainer-deepspeed-stage-2-offload-4": _trainer_zero(offload_optimizer={"device": "cpu"}),
+    "hf-trainer-deepspeed-stage-2-4": _zero_by_trainer(),
+    "hf-trainer-deepspeed-stage-2-offload-4": _zero_by_trainer(offload_optimizer={"device": "cpu"}),
     "fsdp2": MapRow("fsdp2", "fsdp2-offload", unseen=("gloo", "copies", "streams", "ranks")),
     "fsdp2-4": MapRow(
         "fsdp2", "fsdp2-offload", {}, {"micro_batches": 4}, unseen=("gloo", "copies", "streams", "ranks")

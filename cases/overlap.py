@@ -63,7 +63,7 @@ TOP_INCHES, BOTTOM_INCHES = 0.45, 0.8
 GAP_INCHES = 0.42  # gap between rows, for a title and an axis
 
 
-class Shown(NamedTuple):
+class StepTimeline(NamedTuple):
     """A timeline; the figure shows one of its steps. `record`: the run's record; None if the timeline is virtual."""
 
     timeline: Timeline
@@ -135,7 +135,7 @@ def profiles(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(match[1] for match in names if match and match[1].split("_")[0] in RUNS))
 
 
-def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]:
+def shown(profile: str, results: Path, records: Sequence[Record]) -> list[StepTimeline]:
     """Return the measured timeline, then the virtual timelines. Raises ValueError if there is no measured timeline."""
     traced = results / "traces" / f"overlap_{profile}.json"
     runs = [
@@ -148,43 +148,47 @@ def shown(profile: str, results: Path, records: Sequence[Record]) -> list[Shown]
             f"expected a trace of profile {profile} in {results}, got none; try {call(NAME, profile)}"
         )
     paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
-    simulated = [Shown(read_timeline(path), None) for path in paths if path.exists()]
-    return [Shown(read_timeline(traced), runs[-1]), *simulated]
+    simulated = [StepTimeline(read_timeline(path), None) for path in paths if path.exists()]
+    return [StepTimeline(read_timeline(traced), runs[-1]), *simulated]
 
 
-def table(timelines: Sequence[Shown]) -> DataFrame:
+def table(timelines: Sequence[StepTimeline]) -> DataFrame:
     """Return a table with a row for each timeline: the seconds of one step, and of each kind of work in it, as text."""
     import pandas
 
     frame = pandas.DataFrame(
         [
             {
-                "clock": shown.timeline.about["clock"],
-                "title": shown.timeline.about["title"],
-                "step": shown.step.work,
+                "clock": step_timeline.timeline.about["clock"],
+                "title": step_timeline.timeline.about["title"],
+                "step": step_timeline.step.work,
             }
-            for shown in timelines
+            for step_timeline in timelines
         ]
     )
     for name in ("step", "compute"):
-        frame[f"{name}_seconds"] = [f"{getattr(shown.share, name):.9f}" for shown in timelines]
+        frame[f"{name}_seconds"] = [
+            f"{getattr(step_timeline.share, name):.9f}" for step_timeline in timelines
+        ]
     for kind, name in itertools.product(KINDS, ("hidden", "exposed")):
-        frame[f"{kind}_{name}_seconds"] = [f"{getattr(shown.share, name)[kind]:.9f}" for shown in timelines]
+        frame[f"{kind}_{name}_seconds"] = [
+            f"{getattr(step_timeline.share, name)[kind]:.9f}" for step_timeline in timelines
+        ]
     return frame
 
 
-def extract(timelines: Sequence[Shown], profile: str, out: Path) -> Path:
+def extract(timelines: Sequence[StepTimeline], profile: str, out: Path) -> Path:
     path = out / f"overlap_{profile}.csv"
     out.mkdir(parents=True, exist_ok=True)
     case_files.write_table(table(timelines), path)
     return path
 
 
-def draw(timelines: Sequence[Shown], profile: str, out: Path) -> list[Path]:
+def draw(timelines: Sequence[StepTimeline], profile: str, out: Path) -> list[Path]:
     return plot.save(figure(timelines, f"profile {profile}"), out / f"overlap_{profile}")
 
 
-def figure(timelines: Sequence[Shown], note: str) -> plot.Figure:
+def figure(timelines: Sequence[StepTimeline], note: str) -> plot.Figure:
     """Draw one row per timeline: one step on the left, and on the right bars for the shares of the step."""
     from matplotlib.patches import Patch
 
@@ -192,9 +196,9 @@ def figure(timelines: Sequence[Shown], note: str) -> plot.Figure:
     with plot.empty(WIDTH_INCHES, height) as drawing:
         rows = drawing.subplots(len(timelines), 2, squeeze=False, gridspec_kw={"width_ratios": (3.4, 1)})
         works: set[str] = set()
-        for shown, (left, right) in zip(timelines, rows, strict=True):
-            works |= _lanes(left, shown)
-            _shares(right, shown.share)
+        for step_timeline, (left, right) in zip(timelines, rows, strict=True):
+            works |= _lanes(left, step_timeline)
+            _shares(right, step_timeline.share)
         rows[-1][0].set_xlabel("milliseconds since the start of the step")
         rows[-1][1].set_xlabel("% of the step")
         keys = [Patch(color=color, label=work) for work, color in COLORS.items() if work in works]
@@ -214,9 +218,9 @@ def figure(timelines: Sequence[Shown], note: str) -> plot.Figure:
     return drawing
 
 
-def _lanes(axes: plot.Axes, shown: Shown) -> set[str]:
+def _lanes(axes: plot.Axes, step_timeline: StepTimeline) -> set[str]:
     """Draw the step with a lane for each stream and thread; return the kinds of work that were drawn."""
-    step, spans = shown.step, shown.timeline.spans
+    step, spans = step_timeline.step, step_timeline.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
     lanes = sorted(
         {span.track for span in inside}, key=lambda track: (TRACKS.index(track.split(" ")[0]), track)
@@ -232,9 +236,9 @@ def _lanes(axes: plot.Axes, shown: Shown) -> set[str]:
     )
     milliseconds = 1000 * (step.end - step.start)
     axes.set(xlim=(0, milliseconds), ylim=(-0.6, len(lanes) - 0.4))
-    source = "virtual, nothing measured" if shown.timeline.about["clock"] == "virtual" else "measured"
-    gate = "" if shown.record is None or shown.record.gate.passed else ", gate not passed"
-    title = f"{source}{gate}: {shown.title}; {step.work}, {plot.number(milliseconds)} ms"
+    source = "virtual, nothing measured" if step_timeline.timeline.about["clock"] == "virtual" else "measured"
+    gate = "" if step_timeline.record is None or step_timeline.record.gate.passed else ", gate not passed"
+    title = f"{source}{gate}: {step_timeline.title}; {step.work}, {plot.number(milliseconds)} ms"
     axes.set_title(title, fontsize=6.3, loc="left", color=plot.EDGE)
     return {span.work for span in inside}
 
@@ -256,11 +260,11 @@ def _shares(axes: plot.Axes, of: Share) -> None:
     axes.set_title("busy; hidden + exposed", fontsize=6.5, loc="left", color=plot.EDGE)
 
 
-def _caption(timelines: Sequence[Shown], note: str) -> str:
+def _caption(timelines: Sequence[StepTimeline], note: str) -> str:
     texts = [
         "exposed: while the device does not compute; copies and updates exposed at once count in both bars"
     ]
-    for record in (shown.record for shown in timelines if shown.record):
+    for record in (step_timeline.record for step_timeline in timelines if step_timeline.record):
         clock = plot.CLOCKS.get(record.clock, record.clock)
         where = f"{machine_of(record)}; clock {clock}; one step of one run"
         texts.append(f"measured: {note}; {where}; gate: {record.gate.verdict}")

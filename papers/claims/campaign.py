@@ -163,10 +163,12 @@ class Campaign:
                 )
                 _add(runs, run, self._num_claims(number, job.method))
 
-    def _num_claims(self, number: int, name: str) -> int:
+    def _num_claims(self, number: int, method_name: str) -> int:
         """Return the number of the case's claims that name the method."""
         claims_of_case = (claim for claim in self.claims if claim.case == number)
-        return sum(any(point.method == name for point in claim.expected.named) for claim in claims_of_case)
+        return sum(
+            any(point.method == method_name for point in claim.expected.named) for claim in claims_of_case
+        )
 
     def _missing(self, job: Job, records: list[Record]) -> int:
         key = current_key(job)

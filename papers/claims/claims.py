@@ -179,7 +179,7 @@ class Shape:
         return (self.of,)
 
     @property
-    def fewest(self) -> int:
+    def min_points(self) -> int:
         return self.plateau.num_points if self.plateau else 4
 
     @property
@@ -187,7 +187,7 @@ class Shape:
         if self.exponent:
             return f"exponent of {self.against} {_range_text(*self.exponent)}"
         assert self.plateau
-        return f"the last {self.fewest} or more of {self.against} gain at most {self.plateau.gain:.0%}"
+        return f"the last {self.min_points} or more of {self.against} gain at most {self.plateau.gain:.0%}"
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -77,17 +77,17 @@ def judge(claim: Claim, tables: dict[str, list[FigureRow]], is_there: IsThere) -
     judged = [
         _judge(claim, profile, rows)
         for profile, rows in rows_by_profile.items()
-        if all(is_there(claim, r) for r in rows)
+        if all(is_there(claim, row) for row in rows)
     ]
     if judged:
         decided = (finding for finding in judged if finding.verdict not in (NOT_TESTED, SIMULATED))
         return next(decided, judged[0])
     if rows_by_profile:
-        profile, chosen = next(iter(rows_by_profile.items()))
-        row = next(row for row in chosen if not is_there(claim, row))
+        profile, profile_rows = next(iter(rows_by_profile.items()))
+        row = next(row for row in profile_rows if not is_there(claim, row))
         nameless = "an unnamed machine" + ("" if row.origin == "run" else "; try --machine NAME")
         note = f"said of {' and '.join(claim.machines)}; measured on {row.machine or nameless}"
-        return Finding(claim, OTHER_MACHINE, note=note, profile=profile, rests_on=tuple(chosen))
+        return Finding(claim, OTHER_MACHINE, note=note, profile=profile, rests_on=tuple(profile_rows))
     untrained = _untrained_point(claim, tables, is_there)
     if untrained:
         note = f"{UNTRAINED}: {shortened([_why(row) for row in untrained])}"
@@ -210,9 +210,9 @@ def _series(shape: Shape, rows: list[FigureRow]) -> list[FigureRow]:
     matches = [row for row in _matching(shape.of, rows) if getattr(row, shape.against) is not None]
     matches.sort(key=lambda row: getattr(row, shape.against))
     num_places = len({getattr(row, shape.against) for row in matches})
-    if num_places < shape.fewest:
+    if num_places < shape.min_points:
         raise LookupError(
-            f"{num_places} of at least {shape.fewest} points of {shape.of} along {shape.against}"
+            f"{num_places} of at least {shape.min_points} points of {shape.of} along {shape.against}"
         )
     others = {(row.hidden_size, None if shape.against == "num_layers" else row.num_layers) for row in matches}
     if len(matches) > num_places or len(others) > 1:

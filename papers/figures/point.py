@@ -173,7 +173,8 @@ def _reason(failing: Record) -> str:
 
 
 def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
-    """Return the metric's value for each timed step; empty for a metric that does not scatter."""
+    """Return the metric's value for each timed step of each repeat, in the metric's unit; no value for a metric in
+    COUNTED, which steps do not change."""
     if metric in COUNTED:
         return ()
     if metric == "step_seconds":

@@ -2,9 +2,9 @@
 machine.
 
 A smaller profile divides the widths (hidden size, tokens, vocabulary) by a factor f, and the memories by f**2. Then the
-same depths fit, because layers, ends, activations and logits all shrink to 1 / f**2 of their bytes. Each published
-depth becomes a depth of the profile on a stretched scale: 32 becomes `common`, a depth that every method trains, and 92
-becomes `deepest`.
+same depths fit, because layers, embedding, head, activations and logits all shrink to 1 / f**2 of their bytes. Each
+published depth becomes a depth of the profile on a stretched scale: 32 becomes `common`, a depth that every method
+trains, and 92 becomes `deepest`.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class CaseProfile:
 
 
 def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any]) -> CaseProfile:
-    """Make the profile with this name. Its memories are those of the machine `on` (a name in machines.yaml); None:
-    those of the machine in `facts` (from harness/devices/machine.py, or a record).
+    """Make the profile with this name. `on`: name of a machine in machines.yaml, whose memories the profile gets; None:
+    the profile gets the memories in `facts`, which are those of this machine or of a record's machine.
 
     `paper` has the published widths, and `quick` a quarter of them. `fit` has the published widths, at depths planned
     for this machine; without a GPU, it has a sixteenth of the widths and runs on sim. `methods`: the methods that any
@@ -163,10 +163,11 @@ def _demo() -> CaseProfile:
 def _fitted(profile: CaseProfile, methods: Iterable[str]) -> CaseProfile:
     """Return the profile with depths that are planned for its memories."""
     common = min(int(ROOM * profile.largest_planned(name)) for name in methods)
-    # bytes of host memory for each parameter of a streamed layer
-    at_home = sum(state_bytes(profile.workload).values())
-    streamed = int(ROOM * (profile.budget.host_bytes or 0) / (at_home * profile.workload.layer_params))
-    return dataclasses.replace(profile, common=max(2, common), deepest=max(3, common + 1, streamed))
+    # host memory for each parameter of a streamed layer, and the number of such layers that the host's budget holds
+    bytes_per_param = sum(state_bytes(profile.workload).values())
+    host_bytes = profile.budget.host_bytes or 0
+    num_streamed = int(ROOM * host_bytes / (bytes_per_param * profile.workload.layer_params))
+    return dataclasses.replace(profile, common=max(2, common), deepest=max(3, common + 1, num_streamed))
 
 
 def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:

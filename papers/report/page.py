@@ -248,7 +248,7 @@ def _case_section(
 
 
 def _overlap_section(
-    profile: str, timelines: Sequence[overlap.Shown], entries: Sequence[Entry]
+    profile: str, timelines: Sequence[overlap.StepTimeline], entries: Sequence[Entry]
 ) -> PageSection:
     title, note = str(overlap.__doc__).partition("\n")[0], f"profile {profile}"
     rows = overlap.table(timelines).to_dict("records")
@@ -275,7 +275,7 @@ def tables(
                 yield case_profile, number, case.table(number, case_profile, records, results)
 
 
-def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.Shown]]]:
+def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.StepTimeline]]]:
     """Yield, for each trace that belongs to these records, its profile and the timelines that its figure shows."""
     for profile in overlap.profiles(records):
         with contextlib.suppress(ValueError):  # the trace's file is gone
