@@ -375,7 +375,9 @@ def of_field(kind: type, name: str, **settings: Any) -> Any:
     field's own."""
     option = options_of(kind)[name]
     field = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    value_type: Any = TYPES.get(field.type.removesuffix(" | None"))
+    # A file that postpones the evaluation of its annotations has them as texts.
+    annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    value_type: Any = TYPES.get(annotation.removesuffix(" | None"))
     if option.is_list:
         value_type = Numbers()
     elif "bytes" in name:

@@ -257,7 +257,7 @@ def test_a_place_is_one_file(
     (tmp_path / "place" / "ssh.py").write_text(PLACE)
     place_file.REGISTRY.add([tmp_path / "place"])
     request.addfinalizer(place_file.REGISTRY.forget)
-    cls = place_file.load("ssh")
+    cls = place_file.load_place("ssh")
     place = cls.of(cls.cli_options("there"), place_file.PlaceCall("cpu"))
     (record,) = Sweep(tmp_path / "results", place=place).run(
         [resolve(Job("resident", TINY, steps=2, warmup=1))]

@@ -6,10 +6,12 @@ import dataclasses
 import shlex
 from dataclasses import dataclass
 
+import click
 import pytest
 
 from cli import job_verbs
 from cli.advice.advise import advise
+from cli.options import of_field
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.option import Option, opt, options_of, unsaid_of, with_option
@@ -62,3 +64,10 @@ def test_fields_that_jobs_did_not_always_have_are_left_out_of_their_json() -> No
     assert job.to_dict()["workload"].keys() == {*vars(Workload())} - unsaid.keys()
     more = dataclasses.replace(job, workload=Workload(micro_batches=2)).to_dict()
     assert more["workload"]["micro_batches"] == 2 and Job.from_dict(more).workload.micro_batches == 2
+
+
+def test_an_option_may_be_declared_in_a_file_whose_annotations_are_no_texts() -> None:
+    kind = dataclasses.make_dataclass("Evaluated", [("host", str | None, opt(None, "--host", "Machine."))])
+    option = click.Command("verb", params=[click.Option(["--of"])])
+    of_field(kind, "host")(option)
+    assert [parameter.type for parameter in option.params if parameter.name == "host"] == [click.STRING]
