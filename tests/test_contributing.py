@@ -112,8 +112,12 @@ def test_a_file_that_is_no_case_is_named(tmp_path: Path, text: str, told: str) -
 @pytest.mark.parametrize(
     ("right", "wrong", "told"),
     [
-        ("used.depth(", "used.dpeth(", "AttributeError: 'CaseProfile' object has no attribute 'dpeth'"),
-        ("16)", "{}[used.kind])", "KeyError: 'demo', case832.py line 11"),
+        (
+            "case_profile.depth(",
+            "case_profile.dpeth(",
+            "AttributeError: 'CaseProfile' object has no attribute 'dpeth'",
+        ),
+        ("16)", "{}[case_profile.kind])", "KeyError: 'demo', case832.py line 11"),
     ],
 )
 def test_a_case_whose_jobs_fail_is_told_in_a_line(tmp_path: Path, right: str, wrong: str, told: str) -> None:

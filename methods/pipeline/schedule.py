@@ -108,33 +108,28 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
 
     sizes = [num_stages for num_stages, _ in shapes]
     firsts = np.cumsum([0, *sizes])
-    num_micro_batches_of = np.repeat([num_micro_batches for _, num_micro_batches in shapes], sizes)
+    num_passes = np.repeat([num_micro_batches for _, num_micro_batches in shapes], sizes)
     is_first, is_last = np.zeros((2, firsts[-1]), bool)
     is_first[firsts[:-1]] = is_last[firsts[1:] - 1] = True
-    passes = np.zeros((firsts[-1], 3 * int(num_micro_batches_of.max())), np.uint8)
+    passes = np.zeros((firsts[-1], 3 * int(num_passes.max())), np.uint8)
     # of each stage: numbers of F, R and B that have begun; the next free column of `passes`; the slot at which the
     # stage is free again; the kind of its last pass
     forward, recomputed, backward, next_column, free_at, running_kind = np.zeros((6, firsts[-1]), int)
     slot = 0
-    while (backward < num_micro_batches_of).any():
+    while (backward < num_passes).any():
         is_free = free_at <= slot
         # Numbers of passes that have ended: of the passes that have begun, at most one still runs.
         ended_forward = forward - (~is_free & (running_kind == F))
         ended_backward = backward - (~is_free & (running_kind == B))
-        from_below = np.where(is_first, num_micro_batches_of, np.roll(ended_forward, 1))
-        from_above = np.where(is_last, num_micro_batches_of, np.roll(ended_backward, -1))
+        from_below = np.where(is_first, num_passes, np.roll(ended_forward, 1))
+        from_above = np.where(is_last, num_passes, np.roll(ended_backward, -1))
         # Between R and its B a stage runs no other pass, because it keeps only one micro-batch's intermediates.
         holds = ~is_last & (recomputed > backward)
         goes_back = is_free & (np.where(is_last, forward, recomputed) > backward) & (from_above > backward)
         half_done = np.roll(backward, -1)  # how many B the stage above began at least one slot ago
         recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
         goes_on = (
-            is_free
-            & ~holds
-            & ~goes_back
-            & ~recomputes
-            & (from_below > forward)
-            & (forward < num_micro_batches_of)
+            is_free & ~holds & ~goes_back & ~recomputes & (from_below > forward) & (forward < num_passes)
         )
         choices = ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward))
         for kind, is_chosen, counts in choices:

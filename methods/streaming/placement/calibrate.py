@@ -211,11 +211,8 @@ def updates(workload: Workload, device_name: str) -> dict[str, Any]:
         del layers  # page-locked memory
     with Device(device_name, num_workers=most_threads) as device:
         layers = landed_layers(device, small_workload, min(most_threads, MOST_UPDATED_LAYERS), spare=True)
-        ahead_rate = (
-            len(layers)
-            * small_workload.layer_params
-            / median_seconds(device, lambda: update_all(layers, ahead=True))
-        )
+        seconds = median_seconds(device, lambda: update_all(layers, ahead=True))
+        ahead_rate = len(layers) * small_workload.layer_params / seconds
     with Device(device_name, num_workers=most_threads) as device:
         device_rates = on_device(
             device,
