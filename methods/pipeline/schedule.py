@@ -112,8 +112,7 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
     is_first, is_last = np.zeros((2, firsts[-1]), bool)
     is_first[firsts[:-1]] = is_last[firsts[1:] - 1] = True
     passes = np.zeros((firsts[-1], 3 * int(num_passes.max())), np.uint8)
-    # of each stage: numbers of F, R and B that have begun; the next free column of `passes`; the slot at which the
-    # stage is free again; the kind of its last pass
+    # by stage: F, R and B begun; next free column of `passes`; slot at which it is free again; kind of its last pass
     forward, recomputed, backward, next_column, free_at, running_kind = np.zeros((6, firsts[-1]), int)
     slot = 0
     while (backward < num_passes).any():
