@@ -127,9 +127,8 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
         goes_back = is_free & (np.where(is_last, forward, recomputed) > backward) & (from_above > backward)
         half_done = np.roll(backward, -1)  # how many B the stage above began at least one slot ago
         recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
-        goes_on = (
-            is_free & ~holds & ~goes_back & ~recomputes & (from_below > forward) & (forward < num_passes)
-        )
+        has_input = (from_below > forward) & (forward < num_passes)
+        goes_on = is_free & ~holds & ~goes_back & ~recomputes & has_input
         choices = ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward))
         for kind, is_chosen, counts in choices:
             rows = np.flatnonzero(is_chosen)
