@@ -28,7 +28,7 @@ from papers.claims import claims
 from papers.figures.points import load_frame
 from papers.report import bundle
 from places import slurm
-from places.shared.cluster import PLAIN, options_of
+from places.shared.cluster import PLAIN_TEXT, options_of
 from tests.support import cli, records
 from tests.support.fuzz import TEXTS, broken, changed, fuzzed, texts
 from tests.support.tiny import TINY, WORDS
@@ -175,7 +175,7 @@ def test_a_request_to_slurm_is_plain_words_or_refused_in_a_line(
     except ValueError as error:
         assert str(error)
         return
-    assert all(isinstance(value, int) or PLAIN.fullmatch(value) for value in options.values())
+    assert all(isinstance(value, int) or PLAIN_TEXT.fullmatch(value) for value in options.values())
 
 
 # ---- Corpora

@@ -21,6 +21,7 @@ from harness.simulation.batches import token_batches
 from methods.offload import adamw_cuda
 from methods.offload.transfer import copy, queue
 from methods.sharding import device_process, gpt
+from methods.sharding.device_worker import WorkerOptions
 from tests.support import bugs, planting
 from tests.support.bugs import Bug
 from tests.support.fake_cuda import FakeCuda, FakeEvent
@@ -213,7 +214,7 @@ def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_
         ]
     homes = [shards[0].slabs["weights"].untyped_storage() for shards in models]
     with cuda.running():
-        worker = device_process.make_worker("cuda:1", models, {}, 0.25)
+        worker = device_process.make_worker("cuda:1", models, WorkerOptions(), 0.25)
         assert cuda.locked == {home.data_ptr(): home.nbytes() for home in homes}
         worker.device.__exit__(None)
     assert sum(map(len, (shard.slabs["weights"] for shard in models[0]))) < homes[0].nbytes()
@@ -222,7 +223,9 @@ def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_
 
 def test_a_process_for_a_gpu_takes_the_memory_that_a_user_allows_it(gpu: FakeGpu, cuda: FakeCuda) -> None:
     with cuda.running():
-        device_process.make_worker("cuda:1", [], {}, 0.75, 4 * GIB).device.__exit__(None)
+        device_process.make_worker("cuda:1", [], WorkerOptions(device_memory=4 * GIB), 0.75).device.__exit__(
+            None
+        )
     assert gpu.cap_bytes == pytest.approx(4 * GIB - cuda_budget.CONTEXT_BYTES, abs=1)
 
 
