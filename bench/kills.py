@@ -43,7 +43,7 @@ LAST_SECONDS = 0.2
 END_SECONDS = 90.0  # seconds within which a worker whose parent died writes its record or is killed
 
 
-class Call:
+class KilledRun:
     """One run in its own session. Sets the event has_begun at the end of the first step, and the event has_trained at
     the end of the last step."""
 
@@ -123,11 +123,11 @@ def main() -> None:
         (folder / "tmp").mkdir()
         shared = {*os.listdir("/dev/shm")}
         began = time.monotonic()
-        Call(folder).wait()
+        KilledRun(folder).wait()
         length = time.monotonic() - began
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: print the results so far
             for kill in range(asked.kills):
-                (whom, number), call = KINDS[kill % len(KINDS)], Call(folder)
+                (whom, number), call = KINDS[kill % len(KINDS)], KilledRun(folder)
                 if kill % 3 == kill // len(KINDS) % 3:
                     # every third kill of each kind comes after the last step
                     call.has_trained.wait()
@@ -140,7 +140,7 @@ def main() -> None:
                 counts["processes left"] += left_alive(folder)
                 counts["kills"] += 1
                 print(f"\r{kill + 1} of {asked.kills}", end="", file=sys.stderr, flush=True)
-        code = Call(folder).wait()
+        code = KilledRun(folder).wait()
         records, torn = read_all(folder / "results")
         for record in records.values():
             counts[f"records: {record.status}"] += 1

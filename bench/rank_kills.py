@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.kills import Call, left_alive, of_these_runs
+from bench.kills import KilledRun, left_alive, of_these_runs
 from harness.core.record import Record, read_all
 
 SIZES = "-l 4 -h 32 -b 4 --heads 2 --seq 16 --vocab 97 --steps 400 --rerun --json --no-probe".split()  # noqa: SIM905
@@ -53,7 +53,7 @@ def ranks_of(folder: Path) -> dict[int, psutil.Process]:
     return found
 
 
-def begun(call: Call, folder: Path, num_ranks: int) -> dict[int, psutil.Process]:
+def begun(call: KilledRun, folder: Path, num_ranks: int) -> dict[int, psutil.Process]:
     """Wait until all ranks of a run have started; return their processes by rank, or an empty dictionary if they do not
     start within START_SECONDS."""
     end = time.monotonic() + START_SECONDS
@@ -66,7 +66,7 @@ def begun(call: Call, folder: Path, num_ranks: int) -> dict[int, psutil.Process]
 
 def life_seconds(words: list[str], folder: Path, num_ranks: int) -> float:
     """Return the seconds that the ranks of an undisturbed run live."""
-    call = Call(folder, words)
+    call = KilledRun(folder, words)
     ranks = begun(call, folder, num_ranks)
     began = time.monotonic()
     psutil.wait_procs([*ranks.values()])
@@ -115,7 +115,7 @@ def main() -> None:
                 if method not in lives:
                     lives[method] = life_seconds(words, folder, num_ranks)
                 before = {*read_all(folder / "results")[0]}
-                call, rank = Call(folder, words), chance.randrange(num_ranks)
+                call, rank = KilledRun(folder, words), chance.randrange(num_ranks)
                 ranks = begun(call, folder, num_ranks)
                 if counts["calls"] // len(METHODS) % 2:
                     call.has_begun.wait()

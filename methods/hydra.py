@@ -207,7 +207,7 @@ class Hydra(Method):
         from methods.sharding.device_worker import Worker, WorkerOptions
         from methods.sharding.rehearsal import rehearse
 
-        device, is_shared = gpu.name.type, self.num_devices > 1
+        device, is_shared = str(gpu.name), self.num_devices > 1
         options = WorkerOptions(self.double_buffer, self.intermediates, keeps_random=workloads[0].dropout > 0)
         if is_shared:
             device_names = gpt.device_names(device, self.num_devices)

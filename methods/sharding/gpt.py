@@ -18,11 +18,11 @@ from harness.devices.streams import Device
 from harness.models.gpt import DTYPES, adamw, initialize
 from harness.models.model import new_chain
 from methods.sharding.optimizer import MASTER
-from methods.sharding.shard import NamedLayer, Shard, allocate_slabs, cut
+from methods.sharding.shard import Shard, ShardLayer, allocate_slabs, cut
 from methods.sharding.task import Task
 
 
-def layers(workload: Workload) -> list[NamedLayer]:
+def layers(workload: Workload) -> list[ShardLayer]:
     """Return the model's layers on the meta device, where they take no memory. A shard later binds the layers to
     memory."""
     anatomy = workload.anatomy
@@ -30,7 +30,7 @@ def layers(workload: Workload) -> list[NamedLayer]:
     pairs = zip(new_chain(workload), [anatomy.ends_prefix, *names, anatomy.ends_prefix], strict=True)
     dtype = DTYPES[workload.dtype]
     return [
-        NamedLayer(module.to(dtype), {name: prefix + name for name, _ in module.named_parameters()})
+        ShardLayer(module.to(dtype), {name: prefix + name for name, _ in module.named_parameters()})
         for module, prefix in pairs
     ]
 

@@ -36,7 +36,7 @@ class Version(NamedTuple):
     borrowed: int
 
 
-class NamedLayer(NamedTuple):
+class ShardLayer(NamedTuple):
     """A layer. `names`: for each parameter's name in the layer, its name in the model. Layers whose parameters have the
     same name in the model share that parameter.
     """
@@ -51,7 +51,7 @@ class Shard:
 
     def __init__(
         self,
-        layers: Sequence[NamedLayer],
+        layers: Sequence[ShardLayer],
         lenders: dict[str, Shard],
         make_optimizer: MakeOptimizer,
         *,
@@ -188,7 +188,7 @@ def _state_layout(states: dict[str, States]) -> Layout:
 
 
 def cut(
-    layers: Sequence[NamedLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool
+    layers: Sequence[ShardLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool
 ) -> list:
     """Cut a model into shards, and return them in order. `lengths`: the number of layers of each shard."""
     shards: list[Shard] = []
@@ -235,7 +235,7 @@ def split(shards: list[Shard], index: int) -> None:
                 other.lenders[name] = first_half if name in first_half.home_names else second_half
 
 
-def _half(whole: Shard, layers: list[NamedLayer], lenders: dict[str, Shard]) -> Shard:
+def _half(whole: Shard, layers: list[ShardLayer], lenders: dict[str, Shard]) -> Shard:
     names = {name for layer in layers for name in layer.names.values()}
     lenders = {name: lender for name, lender in {**whole.lenders, **lenders}.items() if name in names}
     half = Shard(layers, lenders, whole.make_optimizer, mixed=whole.mixed)

@@ -116,11 +116,11 @@ class Task:
         size = max(1, self.shards[index].num_bytes("weights"))
         split(self.shards, index)
         old_seconds, self.seconds, self.script = self.seconds, {}, self._script()
-        for kind, shard_index in self.script:
+        for unit_kind, shard_index in self.script:
             old_index = shard_index - (shard_index > index)
             share = self.shards[shard_index].num_bytes("weights") / size if old_index == index else 1.0
-            old_key = (kind, old_index) if (kind, old_index) in old_seconds else (LOSS, old_index)
-            self.seconds[kind, shard_index] = max(old_seconds[old_key] * share, GUESSED_SECONDS)
+            old_key = (unit_kind, old_index) if (unit_kind, old_index) in old_seconds else (LOSS, old_index)
+            self.seconds[unit_kind, shard_index] = max(old_seconds[old_key] * share, GUESSED_SECONDS)
         self.updates.insert(index, self.updates[index])
         if self.next_unit is not None:
             shard += index < shard or (index == shard and kind == BACKWARD)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from methods.sharding.pure_layer import LastLayer, MiddleLayer, PureLayer
-from methods.sharding.shard import NamedLayer, Shard, allocate_slabs
+from methods.sharding.shard import Shard, ShardLayer, allocate_slabs
 from methods.shared.memory_needs import aligned
 from methods.shared.module_watch import hooks_of
 
@@ -101,7 +101,7 @@ def _refuse_lost(name: str, model: nn.Module, layers: nn.Module) -> None:
             raise ValueError(f"{name}: {type(module).__name__} makes sparse gradients; try sparse=False")
 
 
-def named_layers(task: Any) -> list[NamedLayer]:
+def named_layers(task: Any) -> list[ShardLayer]:
     """Return copies of the task's layers on the meta device. The copy of the last layer also computes the criterion.
     Raises ValueError if a layer cannot be copied, or holds a parameter that it does not register."""
     names: dict[int, str] = {}
@@ -122,7 +122,7 @@ def named_layers(task: Any) -> list[NamedLayer]:
             copied: PureLayer = LastLayer(title, module, criterion, takes_tuple=takes_tuple)
         else:
             copied = MiddleLayer(title, module, takes_tuple=takes_tuple)
-        named.append(NamedLayer(copied, {f"layer.{name}": names[id(p)] for name, p in local.items()}))
+        named.append(ShardLayer(copied, {f"layer.{name}": names[id(p)] for name, p in local.items()}))
     return named
 
 

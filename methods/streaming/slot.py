@@ -125,9 +125,8 @@ class GradientRoom:
         if layer.adds:
             # await_room() covers the earlier gradient, too: it went home before the last gradient left this room.
             free, pairs = self.device.compute.record_event(), [(self.slab[: len(layer.grads)], layer.grads)]
-            self.device.compute.wait_event(
-                copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs)
-            )
+            earlier = copy(self.device, "inbound", "gradient", layer.prefix, [free], pairs)
+            self.device.compute.wait_event(earlier)
         dxs = layer.backward(dys, self.slab)
         layer.sum_gradients()
         return dxs

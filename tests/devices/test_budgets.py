@@ -76,7 +76,7 @@ def test_two_devices_train_in_the_host_memory_that_their_plan_needs_and_the_reco
 THREADS = """
 import torch
 from harness.core.job import Budget, Job
-from harness.devices import budgets
+from harness.devices import budgets, process_memory
 from tests.support.tiny import TINY
 
 torch.set_num_threads(8)
@@ -382,7 +382,7 @@ def test_a_method_that_hides_memory_from_its_limit_is_out_of_memory(tmp_path: Pa
     (tmp_path / "shares.py").write_text(SHARES)
     code = (
         "import sys; from pathlib import Path; from harness.core.job import *; from harness.run import worker;"
-        "from harness.devices import budgets; import torch, tests.support.tiny as tiny;"
+        "from harness.devices import budgets, process_memory; import torch, tests.support.tiny as tiny;"
         "room = process_memory.process_bytes()['RssAnon'] + 2**27;"
         "job = Job('shares', tiny.TINY, budget=Budget(host_bytes=room), steps=2, warmup=0);"
         "print(worker.train_here(job, '', (Path(sys.argv[1]),), lambda event: None).reason)"

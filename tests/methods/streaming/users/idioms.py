@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 @dataclass
-class Script:
+class IdiomScript:
     """A training script, with a trainer or without one."""
 
     model: Any
@@ -93,7 +93,7 @@ class Script:
         return list(self.model.parameters())
 
 
-def nothing(script: Script) -> None: ...
+def nothing(script: IdiomScript) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,17 @@ class Idiom:
     """What a script does beside the plain loop: before each forward pass, for the loss, after backward(), and after
     step(). `before_trainer`: once, before the trainer is made."""
 
-    after_step: Callable[[Script], object] = nothing
-    after_backward: Callable[[Script], object] = nothing
-    before: Callable[[Script], object] = nothing
-    loss: Callable[[Script], Tensor] = Script.loss
-    before_trainer: Callable[[Script], object] = nothing
+    after_step: Callable[[IdiomScript], object] = nothing
+    after_backward: Callable[[IdiomScript], object] = nothing
+    before: Callable[[IdiomScript], object] = nothing
+    loss: Callable[[IdiomScript], Tensor] = IdiomScript.loss
+    before_trainer: Callable[[IdiomScript], object] = nothing
 
     def run(self, max_norm: float | None, make: Callable[..., Any] | None) -> list[Tensor]:
         """Return what the script reads, its losses and its last weights."""
         torch.manual_seed(0)
         model = Net()
-        script = Script(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), max_norm)
+        script = IdiomScript(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), max_norm)
         self.before_trainer(script)
         if make:
             script.trainer = make(model, model.layers, script.optimizer, max_norm=max_norm, device="cpu")
@@ -131,20 +131,20 @@ class Idiom:
         return script.seen
 
 
-def penalty(script: Script) -> Tensor:
+def penalty(script: IdiomScript) -> Tensor:
     return 1e-2 * torch.stack([weight.square().sum() for weight in script.weights]).sum()
 
 
-def averaged(script: Script) -> None:
+def averaged(script: IdiomScript) -> None:
     script.kept.update_parameters(script.model)
     script.see(*script.kept.module.parameters())
 
 
-def prepare_average(script: Script) -> None:
+def prepare_average(script: IdiomScript) -> None:
     script.kept = AveragedModel(script.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
 
 
-def swapped_average(script: Script) -> None:
+def swapped_average(script: IdiomScript) -> None:
     script.kept = [
         0.5 * (old + new) for old, new in zip(script.kept or script.weights, script.weights, strict=True)
     ]
@@ -158,13 +158,13 @@ def swapped_average(script: Script) -> None:
 
 
 @torch.no_grad()
-def bounded(script: Script) -> None:
+def bounded(script: IdiomScript) -> None:
     for weight in script.weights:
         weight.clamp_(-0.4, 0.4)
         weight.data.mul_(0.99)
 
 
-def through_views(script: Script) -> None:
+def through_views(script: IdiomScript) -> None:
     """Views that the script keeps from one step to the next."""
     script.kept = script.kept or [weight.data for weight in script.weights]
     script.see(*script.kept)
@@ -172,23 +172,23 @@ def through_views(script: Script) -> None:
     script.kept[-3].mul_(0.9)
 
 
-def by_hand(script: Script) -> None:
+def by_hand(script: IdiomScript) -> None:
     script.see(*script.model.layers.state_dict().values(), parameters_to_vector(script.weights))
     script.see(*(torch.from_numpy(weight.detach().numpy()) for weight in script.weights))
 
 
-def loaded(script: Script) -> None:
+def loaded(script: IdiomScript) -> None:
     layer = script.model.layers[1]
     layer.load_state_dict({name: 0.9 * value for name, value in layer.state_dict().items()})
 
 
-def gradient_penalty(script: Script) -> Tensor:
+def gradient_penalty(script: IdiomScript) -> Tensor:
     x = script.batch.requires_grad_()
     (slope,) = torch.autograd.grad(script.model(x).sum(), x, create_graph=True)
     return script.loss() + slope.square().mean()
 
 
-def noisy(script: Script) -> None:
+def noisy(script: IdiomScript) -> None:
     generator = torch.Generator().manual_seed(script.number)
     for weight in script.weights:
         assert weight.grad is not None
@@ -196,23 +196,23 @@ def noisy(script: Script) -> None:
     nn.utils.clip_grad_value_(script.weights, 1e-2)
 
 
-def unscaled(script: Script) -> None:
+def unscaled(script: IdiomScript) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))
     scaler.unscale_(script.optimizer)
 
 
-def dropped(script: Script) -> None:
+def dropped(script: IdiomScript) -> None:
     """The first batch of each step is dropped."""
     script.optimizer.zero_grad()
     script.loss().backward()
 
 
-def some_without(script: Script) -> None:
+def some_without(script: IdiomScript) -> None:
     script.model.layers[0].map.bias.grad = None
 
 
-def sharpness_aware(script: Script) -> None:
+def sharpness_aware(script: IdiomScript) -> None:
     """SAM: the gradient at another point."""
     with torch.no_grad():
         script.kept = [0.05 * weight.grad for weight in script.weights if weight.grad is not None]
@@ -223,50 +223,50 @@ def sharpness_aware(script: Script) -> None:
         torch._foreach_sub_(script.weights, script.kept)
 
 
-def evaluated(script: Script) -> None:
+def evaluated(script: IdiomScript) -> None:
     with torch.no_grad():
         script.see(script.loss())
 
 
-def summed(script: Script) -> None:
+def summed(script: IdiomScript) -> None:
     script.number += 10
     (script.loss() / 2).backward()
     script.number -= 10
 
 
-def frozen(script: Script) -> None:
+def frozen(script: IdiomScript) -> None:
     script.model.layers[1].requires_grad_(False)
 
 
-def frozen_outside(script: Script) -> None:
+def frozen_outside(script: IdiomScript) -> None:
     script.model.inp.requires_grad_(False)
 
 
-def hooked(script: Script) -> None:
+def hooked(script: IdiomScript) -> None:
     script.model.layers[1].map.weight.register_hook(lambda grad: 0.5 * grad)
 
 
-def by_group(script: Script) -> None:
+def by_group(script: IdiomScript) -> None:
     script.optimizer.param_groups[0] |= {"lr": 1e-2 / (2 + script.number), "weight_decay": 0.1}
 
 
-def maximized(script: Script) -> None:
+def maximized(script: IdiomScript) -> None:
     script.optimizer.param_groups[0]["maximize"] = True
 
 
-def with_group(script: Script) -> None:
+def with_group(script: IdiomScript) -> None:
     script.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-def clamped_by_hook(script: Script) -> None:
+def clamped_by_hook(script: IdiomScript) -> None:
     script.kept = script.kept or script.optimizer.register_step_post_hook(lambda *_: bounded(script))
 
 
-def states_reset(script: Script) -> None:
+def states_reset(script: IdiomScript) -> None:
     script.optimizer.state.clear()
 
 
-def restored(script: Script) -> None:
+def restored(script: IdiomScript) -> None:
     """A finder of learning rates: everything is as before."""
     if script.number == 1:
         script.kept = copy.deepcopy((script.model.state_dict(), script.optimizer.state_dict()))
@@ -275,22 +275,22 @@ def restored(script: Script) -> None:
         script.optimizer.load_state_dict(script.kept[1])
 
 
-def compiled(script: Script) -> None:
+def compiled(script: IdiomScript) -> None:
     layer = script.model.layers[1]
     layer._compiled_call_impl = layer._call_impl  # compile() sets it
 
 
-def with_other_weights(script: Script) -> None:
+def with_other_weights(script: IdiomScript) -> None:
     weights = {name: 0.5 * weight.detach() for name, weight in script.model.named_parameters()}
     with torch.no_grad():
         script.see(torch.func.functional_call(script.model, weights, (script.batch,)))
 
 
-def replaced(script: Script) -> None:
+def replaced(script: IdiomScript) -> None:
     vector_to_parameters(0.9 * parameters_to_vector(script.weights), script.weights)
 
 
-def set_on_layers(name: str, value: Any = True) -> Callable[[Script], None]:
+def set_on_layers(name: str, value: Any = True) -> Callable[[IdiomScript], None]:
     return lambda script: [setattr(layer, name, value) for layer in script.model.layers] and None
 
 
@@ -299,7 +299,7 @@ def averaged_input(layer: Any, x: Tensor) -> Tensor:
     return x - layer.mean
 
 
-def with_average(script: Script) -> None:
+def with_average(script: IdiomScript) -> None:
     for layer in script.model.layers:
         layer.register_buffer("mean", torch.zeros(WIDTH))
         layer.act = averaged_input
@@ -310,7 +310,7 @@ def counted(layer: Any, x: Tensor) -> Tensor:
     return x * layer.calls
 
 
-def with_noise(script: Script) -> None:
+def with_noise(script: IdiomScript) -> None:
     generator = torch.Generator().manual_seed(1)
     for layer in script.model.layers:
         layer.act = lambda layer, x: x * torch.rand((), generator=generator)
@@ -321,13 +321,13 @@ def remembered(layer: Any, x: Tensor) -> Tensor:
     return x
 
 
-def with_given(script: Script) -> None:
+def with_given(script: IdiomScript) -> None:
     factor = script.model.inp.weight.sum(1).exp()
     for layer in script.model.layers:
         layer.factor, layer.act = factor, lambda layer, x: x + layer.factor
 
 
-def transposed(script: Script) -> None:
+def transposed(script: IdiomScript) -> None:
     for layer in script.model.layers:
         layer.map.weight.data = layer.map.weight.data.t().contiguous().t()
 
@@ -337,7 +337,7 @@ def turned(layer: Any, x: Tensor) -> Tensor:
     return (1.1 * x).t().flatten().view(WIDTH, -1).t().contiguous()
 
 
-def with_strides(script: Script) -> None:
+def with_strides(script: IdiomScript) -> None:
     """Weights and gradients whose memory lies column by column. The script sees the strides of gradients."""
     transposed(script)
     for layer in script.model.layers:
@@ -345,11 +345,11 @@ def with_strides(script: Script) -> None:
         layer.register_forward_hook(lambda module, args, results: seen_gradient(script, results[0]))
 
 
-def seen_gradient(script: Script, x: Tensor) -> None:
+def seen_gradient(script: IdiomScript, x: Tensor) -> None:
     x.register_hook(lambda gradient: script.see(gradient, torch.tensor(gradient.stride())))
 
 
-def with_new_layer(script: Script) -> None:
+def with_new_layer(script: IdiomScript) -> None:
     script.model.layers.append(AuxiliaryLayer())
 
 
@@ -357,18 +357,18 @@ def halved_gradients(module: nn.Module, into: Any, out: Any) -> Any:
     return tuple(None if gradient is None else 0.5 * gradient for gradient in into)
 
 
-def with_hooks(script: Script) -> None:
+def with_hooks(script: IdiomScript) -> None:
     for layer in script.model.layers:
         layer.register_full_backward_hook(halved_gradients)
         layer.map.register_full_backward_hook(halved_gradients)
         layer.norm.register_forward_hook(lambda module, args, result: 1.1 * result)
 
 
-def kept_losses(script: Script) -> Tensor:
+def kept_losses(script: IdiomScript) -> Tensor:
     return script.loss() + sum(layer.kept for layer in script.model.layers)
 
 
-def with_notes(script: Script) -> None:
+def with_notes(script: IdiomScript) -> None:
     script.model.notes = {}
 
 

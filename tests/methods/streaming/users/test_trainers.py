@@ -471,7 +471,7 @@ def test_no_race_where_boundaries_travel(placement: str) -> None:
     ("old", "new", "endangered"),
     [
         ("layer.prefix, [free], pairs", "layer.prefix, [], pairs", "gradients 1 slab"),
-        ("self.device.compute.wait_event(copy(", "(copy(", "gradients 1 slab"),
+        ("self.device.compute.wait_event(earlier)", "earlier", "gradients 1 slab"),
     ],
 )
 def test_a_wait_that_is_missing_where_gradients_add_up_is_a_race(old: str, new: str, endangered: str) -> None:
