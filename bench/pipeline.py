@@ -162,8 +162,8 @@ def real(rank: int, options: dict[str, Any], steps: int) -> list[float]:
     """Return the seconds of each step of a GPT on this rank. `options`: options of the method varuna."""
     import torch
 
+    from harness.core.data import token_batches
     from harness.core.method import create
-    from harness.simulation.batches import token_batches
 
     torch.set_num_threads(1)
     seconds, began = [], time.perf_counter()

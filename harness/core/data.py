@@ -13,11 +13,15 @@ import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from harness.core.corpus_files import corpus_files, sampled_hash
 from harness.core.job import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_HASHED = 1024  # most samples that corpus_hash() reads: a disk takes about a second for 1024 seeks
 MAX_TOKEN = 50257  # number of GPT-2's tokens; larger ids, which only pad the vocabulary, are never drawn
@@ -36,6 +40,15 @@ def batches(workload: Workload, steps: int) -> np.ndarray:
     count = steps * workload.batch_size
     tokens = np.stack([sample(index) for index in range(count)])
     return tokens.reshape(steps, workload.batch_size, workload.seq_len + 1)
+
+
+def token_batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of batches() as a list: a pair (inputs, targets) for each step; both are token ids of shape
+    (B, T). Code that trains in its own process, without the worker, calls this function."""
+    import torch
+
+    tokens = torch.from_numpy(batches(workload, steps))
+    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
 
 
 def sha256(tokens: np.ndarray) -> str:

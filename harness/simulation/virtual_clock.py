@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 from torch.utils.flop_counter import flop_registry
 
+from harness.core.data import token_batches
 from harness.core.job import Room, Workload
 from harness.core.method import Method
 from harness.devices import exchange
 from harness.plan.resources import parts_sent, sum_sent
 from harness.run.timeline import Span, Timeline, steps, write_timeline
-from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
 from harness.simulation.watched_ops import Memory, Op, tensors_in
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.core.data import batches, corpus_hash, sha256
-from harness.simulation.batches import token_batches
+from harness.core.data import batches, corpus_hash, sha256, token_batches
 from tests.support.training import tiny, train_resident
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from harness.core.data import token_batches
 from harness.core.job import GIB, Budget, Job
 from harness.devices import cuda_budget, tf32
 from harness.devices.streams import Device, num_update_threads
 from harness.gate import inspect_training
 from harness.run import worker
 from harness.run.timeline import read_timeline
-from harness.simulation.batches import token_batches
 from methods.offload import adamw_cuda
 from methods.offload.transfer import copy, queue
 from methods.sharding import device_process, gpt

@@ -14,6 +14,7 @@ import pytest
 from harness.base.checkout import ROOT
 from harness.base.marked_folder import mark
 from harness.core import native_build
+from harness.core.data import token_batches
 from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import Unavailable, create
 from harness.core.record import Record, records_of
@@ -22,7 +23,6 @@ from harness.gate import probe
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import most_layers, resolve
 from harness.run.prepare import prepare
-from harness.simulation.batches import token_batches
 from methods import zero_infinity_nvme
 from methods.engines import deepspeed, deepspeed_config
 from tests.support import cli, engine_runs, forks

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.core.data import token_batches
 from harness.core.job import Job, Room, Workload
 from harness.core.method import Step, create, load
 from harness.core.record import Record
@@ -21,7 +22,6 @@ from harness.models.gpt import HeadLoss, initialize, is_decayed
 from harness.models.model import build
 from harness.plan.fit import resolve
 from harness.run import worker
-from harness.simulation.batches import token_batches
 from methods.offload.clip import Clip
 from methods.shared import loss_scale
 from methods.shared.loss_scale import ChosenLossScale, LossScale

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench import gate_power
+from harness.core.data import token_batches
 from harness.core.job import Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record
@@ -19,7 +20,6 @@ from harness.gate import departures, probe
 from harness.gate.departures import Departure
 from harness.gate.evidence import Trial
 from harness.gate.inspect_training import Kernels
-from harness.simulation.batches import token_batches
 from methods.engines.turns import Turns
 from tests.methods.test_agree import largest_difference, micro_batched
 from tests.support.configured import configured

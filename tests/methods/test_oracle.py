@@ -22,10 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from harness.base.checkout import ROOT
-from harness.core.data import batches
+from harness.core.data import batches, token_batches
 from harness.core.job import Workload
 from harness.models.model import build
-from harness.simulation.batches import token_batches
 from tests.support import oracle, packages
 from tests.support.configured import FAMILIES, OTHERS, config_of, configured, in_parts
 from tests.support.training import train

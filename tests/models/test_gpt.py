@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from harness.core.data import token_batches
 from harness.core.job import Workload
 from harness.models import gpt
 from harness.models.gpt import GPT, initial, is_decayed
 from harness.models.model import build
-from harness.simulation.batches import token_batches
 from tests.support.training import plain_loss, plain_weights, tiny
 
 WIDE = tiny(hidden_size=256, num_heads=4, num_layers=8)  # enough numbers to see a standard deviation

@@ -16,11 +16,11 @@ import torch
 import transformers
 
 from harness.core import anatomy, hub_config
+from harness.core.data import token_batches
 from harness.core.job import Workload
 from harness.core.refused_model import RefusedModel
 from harness.models import named_models
 from harness.models.model import build
-from harness.simulation.batches import token_batches
 from tests.support import cli, forks
 from tests.support.configured import FAMILIES, config_of, configured, in_parts
 

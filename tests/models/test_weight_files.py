@@ -14,14 +14,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from harness.core import hub_config
-from harness.core.data import batches
+from harness.core.data import batches, token_batches
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
 from harness.jobs.sweep import context, read_by
 from harness.models import named_models, weight_files
 from harness.models.model import build
 from harness.models.saved_weights import SavedWeights
-from harness.simulation.batches import token_batches
 from tests.support import cli, oracle
 from tests.support.configured import config_of
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from harness.core.data import token_batches
 from harness.core.job import Budget
 from harness.devices import sim
 from harness.devices.streams import CpuStreams, SimStreams
 from harness.models import gpt
-from harness.simulation.batches import token_batches
 from tests.support import forks
 from tests.support.training import TrainingResult, settled, tiny
 from tests.support.training import train as train_anywhere

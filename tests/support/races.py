@@ -14,9 +14,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from harness.core.data import token_batches
 from harness.core.job import Room, Workload
 from harness.core.method import Method, Trained, Training
-from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, watching
 from harness.simulation.watched_ops import Access, Memory, Op
 

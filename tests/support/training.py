@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.core.data import token_batches
 from harness.core.job import Room, Workload
 from harness.core.method import Method, Trained, create
 from harness.devices.memory_account import Tracker
 from harness.models.gpt import initial
-from harness.simulation.batches import token_batches
 
 STEPS = 20
 EDGE = 2.0**18  # the smallest loss scale at which a gradient of overflowing() is not finite

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from harness.base.checkout import ROOT
+from harness.core.data import token_batches
 from harness.devices.streams import num_update_threads
-from harness.simulation.batches import token_batches
 from harness.simulation.fake_streams import DEVICE, Agent, watching
 from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.core.data import token_batches
 from harness.core.job import Workload
 from harness.core.method import TensorState, Training
 from harness.devices.memory_account import Tracker
-from harness.simulation.batches import token_batches
 from methods.pipeline.checkpoint.checkpoints import Checkpoints
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.seat import take_seat
