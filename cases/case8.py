@@ -3,8 +3,8 @@ supports ranks, on 1, 2 and 4 ranks.
 
 Strong scaling splits one batch over the ranks; weak scaling gives each rank one sample. Each rank has its own GPU, or a
 part of the CPU's cores. On a CPU more ranks are not faster, and the figure shows the overhead of ranks. If the
-machine's rates are known, the figure also shows the predicted throughput (harness/plan/step.py), which includes the
-time of the exchange between ranks.
+machine's rates are known, the figure also shows the predicted throughput (harness/plan/resources.py), which includes
+the time of the exchange between ranks.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.option import options_of
 from harness.devices import machine, named_machines
-from harness.jobs.scale import to_fit
 from harness.models import weight_files
+from harness.plan.fit import scale_to_fit
 from papers.figures import case
 
 # The workload's fields with an option, in the order of the help; sizes come first.
@@ -170,7 +170,7 @@ def make_jobs(options: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
                 f"{flags[field].flag} does not apply to {', '.join(names)}: leave it out, or try -m {able}"
             )
     if options.get("scale"):
-        jobs = [to_fit(job, folders)[0] for job in jobs]
+        jobs = [scale_to_fit(job, folders)[0] for job in jobs]
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
 
 

@@ -24,8 +24,8 @@ from harness.core.several_models import workloads_of
 from harness.devices import named_machines
 from harness.devices.room import check_budget, host_bytes_at, less_imports, room_within
 from harness.gate.probe import Extent
-from harness.jobs import size_axis, verdict_table
-from harness.jobs.next_calls import next_calls_of
+from harness.jobs import size_search, verdict_table
+from harness.jobs.command import next_calls_of
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, resolve
@@ -147,8 +147,8 @@ def search(context: click.Context) -> None:
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
 @click.option(
     "--of",
-    type=click.Choice(size_axis.OF),
-    default=size_axis.LAYERS,
+    type=click.Choice(size_search.OF),
+    default=size_search.LAYERS,
     help="Size to search: layers, samples per step, tokens per sample, or tokens per step.",
 )
 @click.option(
@@ -175,10 +175,10 @@ def largest(
         raise ValueError(f"--steps: expected at least {FEWEST_STEPS} in a search, got {values['steps']}")
     if len(values["model"]) > 1:
         raise ValueError("expected one model, got several; try a search for each")
-    grows = size_axis.OPTIONS[of]
+    grows = size_search.OPTIONS[of]
     is_limited = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
     limit = max(values[grows]) if is_limited else None
-    parts = size_axis.num_parts(values["micro_batches"], values["world_size"] or 1)
+    parts = size_search.num_parts(values["micro_batches"], values["world_size"] or 1)
     least = {"num_layers": 1, "batch_size": parts, "seq_len": max(values["seq_len"])}[grows]
     folders, folder = method_folders(values), values["results"]
     jobs = make_jobs({**values, grows: [least]}, folders)

@@ -12,8 +12,7 @@ from harness.base.counted import counted
 from harness.core import method
 from harness.core.job import MEMORIES, Job, Room, gib, params_text
 from harness.devices import named_machines
-from harness.jobs.command import command, usual_device
-from harness.jobs.next_calls import minutes
+from harness.jobs.command import command, minutes, usual_device
 from harness.plan.advise import Decision, Remedy, is_usable, name_text, off_text, settings_text
 from harness.plan.run_time import duration_text
 from harness.plan.training_place import TrainingPlace

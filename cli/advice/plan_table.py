@@ -17,7 +17,7 @@ from harness.core.job import MEMORIES, STATE_KINDS, Job, Room, gib
 from harness.devices import machine
 from harness.devices.room import room_of
 from harness.plan.fit import most_layers, resolve
-from harness.plan.step import least_seconds
+from harness.plan.resources import least_seconds
 from papers import laws as published_laws
 
 SIZES = {

@@ -2,20 +2,25 @@
 
 The functions only compare records. A difference counts if it is larger than honest rounding may cause (limits.py). A
 method that promises bit-equality must keep its promise on a CPU, at the published learning rate and in the probe.
+
+The final tensors show causes of their own: weight decay left out (without_decay), a tensor that was trained only in
+part (partly_trained), or one group of tensors that is far off (outstanding).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from harness.core.job import BETAS
+from harness.core.job import BETAS, WEIGHT_DECAY
 from harness.core.record import Record
-from harness.gate import causes, evidence, flaws
+from harness.gate import evidence, flaws
 from harness.gate.evidence import COMPARED, LEAST, Trial, comparable_steps, differences
 from harness.gate.limits import (
     DROPOUT_ALLOWED,
     FAINT,
+    FEW,
     LOSS_TOLERANCE,
     MEDIAN_TOLERANCE,
     NAMING,
@@ -50,6 +55,10 @@ TENSORS = {  # for each compared fact of a tensor: the reason and the text of a 
     "size": ("weights", "has a size {} off the reference's"),
 }
 AS_ROUNDED = f"{{}} is {NAMING:g} times what rounding does here"  # a limit as text
+# for each fact that is a share: its verb
+SHARES = {"changed": "changed in", "with_gradient": "got a gradient in"}
+# a group of tensors is named if its error is this many times the error of all other tensors
+OUTSTANDING = 3.0
 
 
 class Departure(NamedTuple):
@@ -123,7 +132,7 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
         return Departure("weights", "the probe ends at other bits, and there is no measure of rounding")
     rounding = floor(reference, others or [reference])
     naming = rounding.times(NAMING)._replace(text=AS_ROUNDED, faint=FAINT)
-    partial = causes.partly_trained(record, reference, others)
+    partial = partly_trained(record, reference, others)
     departs = departure(record, reference, of_probe(rounding, reference))
     named = first_loss(trial) or departure(record, reference, naming)
     if partial and not (named and departs):
@@ -131,7 +140,7 @@ def beyond_rounding(trial: Trial, is_held_to_bits: bool) -> Departure | None:
     if is_held_to_bits and not named:
         return Departure("weights", "its bits are not the reference's, which it promises")
     if named and (is_held_to_bits or departs):
-        message = causes.without_decay(record, reference) or partial
+        message = without_decay(record, reference) or partial
         return named._replace(seen=f"{message}; {named.seen}", cause="") if message else named
     return None
 
@@ -158,6 +167,80 @@ def first_loss_beyond(record: Record, other: Record) -> str:
             allowed = f"relative {difference:.1e}, {tolerance:g} allowed"
             return f"loss {loss:.7g} instead of {other_loss:.7g} at step {step} ({allowed})"
     return ""
+
+
+def partly_trained(record: Record, reference: Record, others: Sequence[Record]) -> str:
+    """Return a text on the tensor of which the most elements did not change, or got no gradient, although they do in
+    the reference; empty if there are few. `others`: the reference with other roundings."""
+    for key, verb in SHARES.items():
+        missing = _missing_elements(record, reference, key)
+        spreads = [_missing_elements(other, reference, key) for other in others]
+        beyond = {
+            name: abs(num) - FEW - NAMING * max([0.0, *(abs(spread.get(name, 0.0)) for spread in spreads)])
+            for name, num in missing.items()
+        }
+        if beyond and beyond[worst := max(beyond, key=lambda name: beyond[name])] > 0:
+            mine, other = as_different(record.tensors[worst][key], reference.tensors[worst][key], "%")  # type: ignore
+            return f"{worst} {verb} {mine} of its elements, {other} in the reference"
+    return ""
+
+
+def _missing_elements(record: Record, reference: Record, key: str) -> dict[str, float]:
+    """Return, for each tensor, how many elements fewer a fact holds for than in the reference. `key`: a fact that is a
+    share of a tensor's elements, such as `changed`. A tensor of which a record lacks the fact is left out."""
+    anatomy, missing = reference.job.workload.anatomy, {}
+    shapes = anatomy.ends | anatomy.layer
+    for name, tensor in reference.tensors.items():
+        share, expected = record.tensors.get(name, tensor).get(key), tensor.get(key)
+        if share is not None and expected is not None:
+            num_elements = math.prod(shapes.get(anatomy.within(name), (1,)))
+            missing[name] = (expected - share) * num_elements  # type: ignore[operator]
+    return missing
+
+
+def without_decay(record: Record, reference: Record) -> str:
+    """Return a text if tensors end as if trained without weight decay; empty otherwise. Without decay, matrices are
+    larger by the amount that decay takes off, while biases, norms and all other matrices agree. Decay shows late, so
+    the first wrong loss or norm would not name this cause."""
+    load = record.job.workload
+    decay = WEIGHT_DECAY * sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
+    growth_by_kind: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for name, ratio in evidence.ratios(record, reference, "size").items():
+        growth_by_kind[name.endswith("bias") or ".ln" in name or "norm" in name][name] = ratio - 1
+    vector_growth = median_of([0.0, *map(abs, growth_by_kind[True].values())])
+    matrix_growth = growth_by_kind[False]
+    if vector_growth > decay / 10:
+        return ""
+    if decay / 2 <= (median := median_of([0.0, *matrix_growth.values()])) <= 2 * decay:
+        return f"matrices end {median:.1e} larger than the reference's, where biases and norms agree: as without decay"
+    undecayed = [name for name, growth in matrix_growth.items() if decay / 2 <= growth <= 2 * decay]
+    if not undecayed or any(
+        abs(growth) > decay / 10 for name, growth in matrix_growth.items() if name not in undecayed
+    ):
+        return ""
+    growth = median_of(matrix_growth[name] for name in undecayed)
+    others = "where all other tensors agree: as without decay there"
+    return f"{evidence.names_text(undecayed)}: {growth:.1e} larger at the end than in the reference, {others}"
+
+
+def outstanding(record: Record, reference: Record) -> str:
+    """Return the name of the group of tensors with a much larger error than all other tensors; empty if there is none.
+    A group is the tensors of a layer, all biases, all norms or all matrices."""
+    distances = evidence.distances(record, reference)
+    groups: dict[str, list[str]] = {}
+    for name in distances:
+        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
+        is_norm = ".ln" in name
+        groups.setdefault(
+            "norms" if is_norm else "biases" if name.endswith("bias") else "matrices", []
+        ).append(name)
+    ratios = {}
+    for group, names in groups.items():
+        others = [distance for name, distance in distances.items() if name not in names]
+        if others:
+            ratios[group] = median_of(distances[name] for name in names) / max(LEAST, median_of(others))
+    farthest = max(ratios, key=lambda group: ratios[group], default="")
+    return farthest if farthest and ratios[farthest] > OUTSTANDING else ""
 
 
 def departure(record: Record, reference: Record, limits: Limits) -> Departure | None:

@@ -4,7 +4,9 @@ flaws.py looks for flaws of the record alone: a missing step, a loss that is not
 Then departures.py compares the record with the reference's, within rounding (limits.py): losses and gradient norms by
 step, and for each tensor the share that changed, the distance moved, its final values and the size of its moments. At
 last the probe (probe.py) trains at a learning rate at which faults show. The first departure gives the reason of a
-failure; a departure of the probe goes before one of the run. court.py brings all these records together.
+failure; a departure of the probe goes before one of the run. The text of a verdict also tells what it covers: the sizes
+that the probe trained, the facts that the method returned, and what is left untested. court.py brings all these records
+together.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.base.counted import counted
+from harness.core.job import WEIGHT_DECAY, Workload
 from harness.core.record import VERDICTS, Gate, Record
-from harness.gate import causes, coverage, departures, evidence, flaws
-from harness.gate.evidence import Trial
+from harness.gate import departures, evidence, flaws
+from harness.gate.evidence import MOMENTS, Trial
 from harness.gate.flaws import Flaw
 from harness.gate.limits import DROPOUT_ALLOWED, LOSS_TOLERANCE
 from harness.gate.probe import NONE, Probe, extent_of
@@ -29,6 +32,7 @@ SEVERITY = [
     *(verdict for verdict in VERDICTS if verdict != "failed"),
     "failed",
 ]  # verdicts, from best to worst
+SMALLEST_DECAY = 2**-25  # 1 minus a smaller product of learning rate and weight decay is rounded to 1
 
 
 def judge(
@@ -194,14 +198,54 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
 def _coverage_texts(record: Record, probe: Probe, tested: list[str], untested: list[str]) -> list[str]:
     """Return texts on what the probe tested and what was not tested. `tested`: the dtypes in which it trained;
     `untested`: texts on what its trials left untested."""
-    facts, missing = coverage.told_by(record, probe)
+    facts, missing = facts_and_gaps(record, probe)
     if tested:
         probed = probe.trials[0].record.job
-        size = coverage.smaller(probed.workload, record.job.workload)
+        size = smaller_sizes_text(probed.workload, record.job.workload)
         extent = f"{counted(probed.steps, 'step')}{size} in {' and '.join(tested)}"
         return [f"probe: {extent}, {', '.join(facts)}", *untested, *missing]
-    steps_untested = coverage.untested_steps(record)
+    steps_untested = untested_steps(record)
     return [*untested, *missing, *([steps_untested] if steps_untested else [])]
+
+
+def untested_steps(record: Record) -> str:
+    """Return, as text, what a run without a probe leaves untested of its updates: weight decay, if it is too small to
+    change a weight, and the learning rate of later steps. Empty if nothing is left."""
+    load, steps = record.job.workload, record.job.steps
+    parts = ["decay"] * (load.learning_rate_at(steps) * WEIGHT_DECAY < SMALLEST_DECAY)
+    parts += [f"the learning rate after step {steps}"] * (steps < load.lr_decay_steps)
+    return f"{' and '.join(parts)} {'was' if len(parts) == 1 else 'were'} not tested" if parts else ""
+
+
+def smaller_sizes_text(probed: Workload, whole: Workload) -> str:
+    """Return, as text, how much of the run's model a probe trained; empty if it trained all. The probe cannot see a
+    fault that shows only with more layers or larger sizes."""
+    sizes = {
+        "layers": "num_layers",
+        "columns": "hidden_size",
+        "heads": "num_heads",
+        "tokens": "seq_len",
+        "words": "vocab_size",
+    }
+    pairs = {noun: (getattr(probed, name), getattr(whole, name)) for noun, name in sizes.items()}
+    pairs["columns of a head"] = (
+        probed.hidden_size // probed.num_heads,
+        whole.hidden_size // whole.num_heads,
+    )
+    parts = [f"{part} of {most} {noun}" for noun, (part, most) in pairs.items() if part < most]
+    return f" at {', '.join(parts)}" if parts else ""
+
+
+def facts_and_gaps(record: Record, probe: Probe) -> tuple[list[str], list[str]]:
+    """Return two lists of texts: the facts that the method returns of its training, and notes on facts that were not
+    tested because the method does not return them."""
+    records = (record, *(trial.record for trial in probe.trials))
+    has_norms = all(len(one.grad_norms) == len(one.losses) for one in records)
+    has = {name: evidence.has_moments(record, moment) for name, moment in MOMENTS.items()}
+    moments = ["both moments"] if all(has.values()) else [name for name in has if has[name]]
+    missing = [f"{name} were not tested: the method returns none" for name in has if not has[name]]
+    missing += [] if has_norms else ["norms were not tested: the method returns none, or not in every step"]
+    return ["losses", *["norms"] * has_norms, "weights", *moments], missing
 
 
 def _compared_steps(trial: Trial) -> tuple[int, str]:
@@ -225,7 +269,7 @@ def _untrained_reference(trial: Trial) -> str:
 
 def _departure_text(trial: Trial, departure: departures.Departure) -> str:
     """Return a departure as text, with the group of tensors that has the largest errors, if one stands out."""
-    place = causes.outstanding(trial.record, trial.reference)
+    place = departures.outstanding(trial.record, trial.reference)
     is_in_weights = departure.reason in ("update", "later", "weights")
     where = f"; farthest off: {place}" if place and is_in_weights else ""
     return f"{departure.text}{where} (probe in {trial.dtype})"

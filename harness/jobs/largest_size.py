@@ -1,6 +1,6 @@
 """`search largest`: searches the largest size that trains, by real runs, and makes the table of the answers.
 
-A size is a number of layers, samples or tokens (harness/jobs/size_axis.py). harness/jobs/size_search.py chooses the
+A size is a number of layers, samples or tokens (harness/jobs/size_search.py). harness/jobs/size_search.py chooses the
 sizes to try; each run writes an ordinary record. The first guess is the largest size whose plan fits. Two small runs
 then show how many bytes a method takes beyond its plan, and the plans of later sizes may fill only the remaining
 memory. At each size, the method chooses anew the options that depend on memory (a window, resident layers). A size near
@@ -19,8 +19,18 @@ from harness.core.job import MOST_LAYERS, Job, Plan, Room, gib, params_text
 from harness.core.record import Record
 from harness.devices import machine
 from harness.devices.room import device_limit_bytes, room_of
-from harness.jobs.size_axis import LAYERS, OPTIONS, STEPPED, UNITS, SizeAxis, num_parts
-from harness.jobs.size_search import SizeAnswer, SizeOutcome, extrapolate, search
+from harness.jobs.size_search import (
+    LAYERS,
+    OPTIONS,
+    STEPPED,
+    UNITS,
+    SizeAnswer,
+    SizeAxis,
+    SizeOutcome,
+    extrapolate,
+    num_parts,
+    search,
+)
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, next_planned
 

@@ -14,8 +14,7 @@ from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.core.record import Record
 from harness.devices import machine, named_machines
-from harness.plan.resources import Forecast
-from harness.plan.step import predicted
+from harness.plan.resources import Forecast, predicted
 
 
 class Accuracy(NamedTuple):

@@ -23,7 +23,7 @@ from harness.devices import named_machines
 from harness.plan.accuracy import accuracy, entry_of, error_of, is_here, measured_for, ran_on
 from harness.plan.best_settings import NEAR, Try, best
 from harness.plan.fit import most_layers
-from harness.plan.step import predicted
+from harness.plan.resources import predicted
 from harness.plan.training_place import TrainingPlace, named_place, this_place
 
 DISK = tempfile.gettempdir()

@@ -1,5 +1,10 @@
-"""Tells whether a job fits the given memories (a Room), and up to which number of layers, by arithmetic on the method's
-plan."""
+"""Tells whether a job fits the given memories (a Room), up to which number of layers, and scaled down by which factor.
+All answers are arithmetic on the method's plan; nothing runs.
+
+A scaled job still shows which models fit: its number of layers stays; its width, sequence and vocabulary are divided by
+a factor f, its memories by f squared. The bytes of layers, ends, activations and logits shrink by f squared, too, so a
+model that fits at full size also fits when scaled.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from harness.base.counted import counted
 from harness.core import method
-from harness.core.job import Job, Plan, Room
+from harness.core.job import Budget, Job, Plan, Room, Workload
 from harness.core.several_models import OF_SEVERAL_MODELS
-from harness.devices import cuda_budget
+from harness.devices import cuda_budget, machine, named_machines
 from harness.devices.room import check_device, imports_text, room_of
+from harness.plan.run_time import run_seconds
+
+MOST_SECONDS = 60.0  # most seconds that a scaled run and its reference may take together
+MOST_OF_HOST = 0.5  # largest share of this machine's memory that a scaled run may take
+FACTORS = (1, 2, 4, 8, 16, 32, 64)
+LEAST_TOKENS, LEAST_WORDS = 16, 64
 
 T = TypeVar("T")
 
@@ -128,3 +139,42 @@ def most_layers(job: Job, room: Room, folders: tuple[Path, ...] = ()) -> int:
     depth = method.largest_depth(may_fit)
     lower = range(min(depth, job.world_size) - 1, 0, -1)
     return next((number for number in (depth, *lower) if number and fits(number, False)), 0)
+
+
+def scale_down(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, Budget]:
+    """Divide the workload's sizes by the factor, and the budget's memories by the factor's square.
+
+    The hidden size stays a multiple of the number of heads. Sequence and vocabulary stay at or above LEAST_TOKENS and
+    LEAST_WORDS, unless they were smaller before.
+    """
+    heads = workload.num_heads
+    widths: dict[str, Any] = {
+        "hidden_size": max(1, workload.hidden_size // factor // heads) * heads,
+        "seq_len": max(min(LEAST_TOKENS, workload.seq_len), workload.seq_len // factor),
+        "vocab_size": max(min(LEAST_WORDS, workload.vocab_size), workload.vocab_size // factor),
+    }
+    sizes = {name: getattr(budget, name) for name in ("device_bytes", "host_bytes", "disk_bytes")}
+    memories: dict[str, Any] = {name: size // factor**2 for name, size in sizes.items() if size is not None}
+    return dataclasses.replace(workload, **widths), dataclasses.replace(budget, **memories)
+
+
+def scale_to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
+    """Scale the job down and move it to the simulated device; return the scaled job and the factor.
+
+    The factor is the least one of FACTORS with which the run and its reference take at most MOST_SECONDS on this
+    machine; if there is none, the largest. A budget that the job lacks is taken from the published runs' machine.
+    """
+    published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
+    limits = {
+        name: size for name, size in vars(job.budget).items() if size is not None and name.endswith("_bytes")
+    }
+    whole = dataclasses.replace(published, rates=None, **limits, seconds=job.budget.seconds)
+    assert whole.device_bytes and whole.host_bytes
+    for factor in FACTORS:
+        workload, budget = scale_down(job.workload, whole, factor)
+        scaled = dataclasses.replace(job, workload=workload, budget=budget, device="sim")
+        plan = method.create(job.method, job.options, folders).plan(workload, budget.room)
+        has_room = (budget.device_bytes or 0) + (budget.host_bytes or 0) < MOST_OF_HOST * machine.host_bytes()
+        if has_room and 2 * run_seconds(scaled, plan) <= MOST_SECONDS:
+            break
+    return scaled, factor

@@ -1,16 +1,24 @@
-"""Formulas for the seconds and bytes of one resource at a machine's rates. Every forecast is made of these formulas.
+"""Formulas for the seconds and bytes of one resource at a machine's rates, and for the seconds of a step. All forecasts
+are made of these formulas.
 
 A step has passes on the device, copies over the link, and updates on the device or on the host. It may also have states
-on a disk and, with several ranks, exchanges over the link between devices. The seconds of a step's parts are added up
-by step.py for any plan, by methods/streaming/placement/planner.py for layers of several kinds, by
-methods/pipeline/schedule.py for an order of passes, and by published_laws.py for the published artifact.
+on a disk and, with several ranks, exchanges over the link between devices.
+
+A plan that knows its schedule gives the seconds of a step itself. Other plans give the work of each resource in a step.
+The lower bound (least_seconds) assumes that all resources work at once, so a step takes as long as the busiest
+resource. The prediction (predicted) assumes that the resources work one after the other, except for the work that the
+method lists in Method.hides: this work runs at the same time as compute. accuracy.py compares predictions with
+measurements. methods/streaming/placement/planner.py adds up the same formulas for layers of several kinds,
+methods/pipeline/schedule.py for an order of passes, papers/laws.py for the published artifact.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from harness.core.job import Workload
+from harness.core.job import Plan, Workload
+from harness.core.method import Method
 from harness.core.rates import Rates
 
 # Bytes of memory traffic for the update of one parameter: its gradient and state are read, its state is written. In
@@ -32,6 +40,13 @@ RATES = {
     "disk writes": "disk_write_bytes_per_second",
     "disk both ways": "disk_duplex_bytes_per_second",
 }
+# The parts of a step, as a forecast names the longest one.
+COMPUTE = "compute"
+ON_DEVICE = "the device's updates"
+COPIES = "copies"
+ON_HOST = "the host's updates"
+DISK = "the disk"
+EXCHANGES = "exchanges between ranks"
 
 
 class Forecast(NamedTuple):
@@ -103,3 +118,77 @@ def sum_sent(num_bytes: float, num_ranks: int) -> float:
 def disk_seconds(num_bytes: float, rates: Rates) -> float:
     """Return the seconds in which `num_bytes` are read from the disk and then written back."""
     return num_bytes * (1 / rates.disk_read_bytes_per_second + 1 / rates.disk_write_bytes_per_second)
+
+
+def predicted(trained: Method, workload: Workload, plan: Plan, rates: Rates, num_ranks: int = 1) -> Forecast:
+    """Predict the seconds of one rank's step. All ranks are on one host; each rank has its part of the batch and of the
+    host's rates. `plan`: the plan of one rank."""
+    if plan.step_seconds:
+        return Forecast(plan.step_seconds, plan.binds)
+    workload = replace(workload, batch_size=workload.batch_size // num_ranks)
+    rates = shared(rates, num_ranks)
+    updated = workload.num_params if num_ranks == 1 else _updated_by_rank(workload, plan)
+    at_host = min(updated, _updated_on_host(workload, plan, MOMENT_BYTES))
+    exchanges = {kind: exchange_seconds(size, rates) for kind, size in plan.exchanged.items()}
+    parts = {
+        COMPUTE: sum(compute_seconds(workload, rates)),
+        ON_DEVICE: device_update_seconds(updated - at_host, workload, rates),
+        COPIES: copy_seconds(plan.moved_bytes, rates),
+        ON_HOST: max(host_update_seconds(at_host, workload, rates)),
+        DISK: disk_seconds(plan.disk_bytes, rates),
+        EXCHANGES: sum(exchanges.values()),
+    }
+    may_hide = {"copies": parts[COPIES], "updates": parts[ON_HOST], **exchanges}
+    hidden = sum(seconds for word, seconds in may_hide.items() if word in trained.hides)
+    seconds = sum(parts.values()) - min(hidden, parts[COMPUTE] + parts[ON_DEVICE])
+    return Forecast(seconds, max(parts, key=lambda part: parts[part]))
+
+
+def shared(rates: Rates, num_ranks: int) -> Rates:
+    """Return the rates that each of several ranks on one host has. All ranks share the host's rates. If the device is
+    the host itself (a CPU), they share the device's rates, too."""
+    of_host = ["host_bytes", "host_adam_params", "disk_read_bytes", "disk_write_bytes"]
+    if rates.is_host:
+        of_host += [
+            "device_flops",
+            "head_flops",
+            "device_bytes",
+            "inbound_bytes",
+            "outbound_bytes",
+            "exchange_bytes",
+        ]
+    named = {f"{name}_per_second": getattr(rates, f"{name}_per_second") for name in of_host}
+    return replace(rates, **{name: rate / num_ranks for name, rate in named.items() if rate})
+
+
+def least_seconds(workload: Workload, plan: Plan, rates: Rates | None) -> float | None:
+    """Return a lower bound of the step's seconds; None if the machine's rates are not known. If the plan knows its
+    schedule, return the plan's own seconds.
+
+    The bound assumes that all resources work at once: both directions of the link are busy, the host's memory serves
+    copies during updates, and the disk reads while it writes.
+    """
+    if plan.step_seconds or rates is None:
+        return plan.step_seconds
+    at_host = _updated_on_host(workload, plan, OPTIMIZER_BYTES[workload.dtype])
+    return max(
+        sum(compute_seconds(workload, rates)),
+        copy_seconds(plan.moved_bytes, rates) / 2,
+        *host_update_seconds(at_host, workload, rates, plan.moved_bytes),
+        seconds_of("disk both ways", 2 * plan.disk_bytes, rates),
+        exchange_seconds(sum(plan.exchanged.values()), rates),
+    )
+
+
+def _updated_on_host(workload: Workload, plan: Plan, bytes_each: int) -> float:
+    """Return the number of parameters that the host updates. This number is the bytes of optimizer state in host memory
+    and on the disk, divided by `bytes_each`, the bytes of one parameter's state."""
+    states = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
+    return min(workload.num_params, states / bytes_each) if plan.updates_on_host else 0.0
+
+
+def _updated_by_rank(workload: Workload, plan: Plan) -> float:
+    """Return the number of parameters that one rank updates: as many as the rank's plan holds optimizer states for, and
+    at most all parameters of the model."""
+    states = sum(memory.get("optimizer", 0) for memory in (plan.device, plan.host, plan.disk))
+    return min(workload.num_params, states / MOMENT_BYTES)

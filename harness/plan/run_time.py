@@ -10,7 +10,7 @@ from harness.core.rates import Rates
 from harness.devices import machine
 from harness.gate import probe
 from harness.gate.probe import Extent, roundings_of
-from harness.plan.step import least_seconds
+from harness.plan.resources import least_seconds
 
 LONG_SECONDS = 600.0  # if a run should take longer than this, the estimate is printed before the run
 SHORTER = "for a shorter run try fewer --steps, smaller -l, -h, -b or --seq, or --scale fit"

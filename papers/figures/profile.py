@@ -17,7 +17,7 @@ from typing import Any
 from harness.core import method
 from harness.core.job import Budget, Job, Room, Workload, gib
 from harness.devices import cuda_budget, machine, named_machines, sim
-from harness.jobs.scale import shrunk
+from harness.plan.fit import scale_down
 from methods.shared.memory_needs import state_bytes
 
 NAMES = ("demo", "quick", "paper", "fit")
@@ -188,7 +188,7 @@ def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
 def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, Budget]:
     """Divide the published widths by `factor`, and these memories by its square. A GPU's context keeps its size."""
     assert memories.device_bytes
-    workload, budget = shrunk(
+    workload, budget = scale_down(
         Workload(num_layers=1), Budget(memories.device_bytes, memories.host_bytes), factor
     )
     if on_gpu and factor > 1:

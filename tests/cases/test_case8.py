@@ -11,7 +11,7 @@ from cases import case8
 from harness.core import method
 from harness.core.record import Record
 from harness.devices import named_machines
-from harness.plan.step import predicted
+from harness.plan.resources import predicted
 from papers.figures import case, profile
 from papers.figures.point import FigureRow
 from tests.papers.figures.test_case import DEMO, METHODS, record

@@ -17,7 +17,7 @@ from harness.core import method
 from harness.core.job import GIB, STATE_KINDS, Plan, Room, Workload, gib
 from harness.core.rates import of_facts
 from harness.devices import machine, named_machines
-from harness.plan.step import least_seconds
+from harness.plan.resources import least_seconds
 from methods.shared.memory_needs import file_system
 from tests.support.cli import jobs_of, run
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.core.job import WEIGHT_DECAY, Job, Workload
 from harness.core.record import Gate, Record
-from harness.gate import causes
+from harness.gate import departures
 from harness.gate.evidence import Trial
 from harness.gate.probe import Probe
 from harness.gate.verdict import judge, needs_no_probe, together, with_probe
@@ -122,7 +122,7 @@ def test_matrices_that_end_larger_by_what_decay_takes_are_told_as_without_decay(
         )
         for times in (1, 0)
     )
-    text = causes.without_decay(record, reference)
+    text = departures.without_decay(record, reference)
     assert text.endswith("as without decay") == is_told and bool(text) == is_told
 
 

@@ -21,9 +21,9 @@ from harness.plan.accuracy import Accuracy, accuracy, error_of
 from harness.plan.advise import SEARCHED, WORTH, Advice, Decision
 from harness.plan.best_settings import NEAR
 from harness.plan.fit import resolve
+from harness.plan.resources import predicted
 from harness.plan.run_time import duration_text
 from harness.plan.sized_model import gpt_of_size
-from harness.plan.step import predicted
 from harness.plan.training_place import named_place, this_place
 from tests.support import cli
 from tests.support.cli import jobs_of

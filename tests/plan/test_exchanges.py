@@ -12,7 +12,7 @@ from harness.core.job import Room, Workload
 from harness.core.method import create, having
 from harness.core.rates import NEEDED, Rates, of_facts
 from harness.devices import named_machines
-from harness.plan.step import least_seconds, predicted, shared
+from harness.plan.resources import least_seconds, predicted, shared
 
 LOAD = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512)
 BF16 = dataclasses.replace(LOAD, dtype="bf16")

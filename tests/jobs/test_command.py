@@ -16,10 +16,10 @@ from harness.core.rates import Rates
 from harness.core.record import read_all
 from harness.devices import machine
 from harness.gate.probe import Extent
-from harness.jobs import progress, scale
-from harness.jobs.next_calls import next_calls
+from harness.jobs import progress
+from harness.jobs.command import next_calls
 from harness.plan import run_time
-from harness.plan.fit import resolve
+from harness.plan.fit import resolve, scale_down
 from tests.support.cli import jobs_of, run
 
 DEEP = (
@@ -181,4 +181,4 @@ def test_what_is_left_after_a_step_has_the_time_of_the_reference_and_of_the_prob
 
 def test_factors_divide_by_the_heads() -> None:
     odd = Workload(hidden_size=48, num_heads=3, seq_len=40, vocab_size=97)
-    assert scale.shrunk(odd, Budget(2**20), 4)[0] == replace(odd, hidden_size=12, seq_len=16, vocab_size=64)
+    assert scale_down(odd, Budget(2**20), 4)[0] == replace(odd, hidden_size=12, seq_len=16, vocab_size=64)
