@@ -251,9 +251,9 @@ def test_a_case_that_picks_is_a_table_of_runs_made_by_hand(tmp_path: Path) -> No
 def test_a_place_is_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """On a machine whose ssh runs the command on this one."""
+    """On a machine whose ssh runs the command on this one, in another folder."""
     ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\nshift; exec sh -c "$1"\n')
+    ssh.write_text('#!/bin/sh\nshift; cd /; exec sh -c "$1"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "results").mkdir()
@@ -263,9 +263,8 @@ def test_a_place_is_one_file(
     request.addfinalizer(place_file.REGISTRY.forget)
     cls = place_file.load_place("ssh")
     place = cls.of(cls.cli_options("there"), place_file.PlaceCall("cpu"))
-    (record,) = Sweep(tmp_path / "results", place=place).run(
-        [resolve(Job("resident", TINY, steps=2, warmup=1))]
-    )
+    monkeypatch.chdir(tmp_path)
+    (record,) = Sweep(Path("results"), place=place).run([resolve(Job("resident", TINY, steps=2, warmup=1))])
     assert isinstance(record, Record) and record.gate.passed and record.machine["on"] == "ssh"
     ssh.write_text("#!/bin/sh\nexit 7\n")
     (record,) = Sweep(tmp_path / "results", place=place, rerun=True).run([resolve(record.job)])

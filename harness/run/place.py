@@ -153,8 +153,8 @@ class OrderedJob:
         return {
             "job": self.job.to_dict(),
             "key": self.key,
-            "stem": str(self.stem),
-            "folders": list(map(str, folders)),
+            "stem": str(self.stem.absolute()),  # the place may start in another folder
+            "folders": [str(folder.absolute()) for folder in folders],
             "environment": {name: os.environ[name] for name in names},
         }
 

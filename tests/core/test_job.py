@@ -38,24 +38,22 @@ JOB_CHANGES: dict[str, Any] = {
     "steps": 21,
     "warmup": 6,
 }
+
+# Another value of each field of a workload: made from the field's default, and by hand for fields with a rule.
+CHANGES_BY_TYPE: dict[type, Any] = {
+    int: lambda n: n + 1,
+    float: lambda x: x + 0.5,
+    bool: lambda is_set: not is_set,
+}
 WORKLOAD_CHANGES: dict[str, Any] = {
-    "num_layers": 17,
-    "hidden_size": 1024,
+    field.name: CHANGES_BY_TYPE.get(type(field.default), lambda _: "a text")(field.default)
+    for field in dataclasses.fields(Workload)
+} | {
     "num_heads": 8,
-    "seq_len": 512,
-    "batch_size": 5,
+    "hidden_size": 1024,
     "micro_batches": 2,
-    "vocab_size": 50257,
     "dtype": "bf16",
-    "dropout": 0.1,
-    "clip_norm": 0.5,
-    "learning_rate": 1e-4,
-    "lr_warmup_steps": 3201,
-    "lr_decay_steps": 320_001,
     "loss_scale_window": 2,
-    "seed": 1235,
-    "corpus": "text",
-    "model": "a name",
     "config": json.dumps(
         {
             "model_type": "llama",
