@@ -22,6 +22,7 @@ import click
 
 from harness.core.job import Room, Workload
 
+MOST_STAGES = 4  # of the sleeping pipelines
 SCHEDULES = ("varuna", "varuna, fixed order", "1f1b", "gpipe")
 WORKLOAD = Workload(num_layers=8, hidden_size=256, num_heads=4, seq_len=128, batch_size=8, vocab_size=1024)
 
@@ -181,7 +182,7 @@ def table_of_sleeping(num_micro_batches: int, unit: float, steps: int, rounds: i
     alike."""
     from methods.pipeline.config.simulate import simulate_step
 
-    rows = [(num_stages, schedule) for num_stages in (2, 3, 4) for schedule in SCHEDULES]
+    rows = [(num_stages, schedule) for num_stages in range(2, MOST_STAGES + 1) for schedule in SCHEDULES]
     seconds_of: dict[Any, list[float]] = {(row, is_idle): [] for row in rows for is_idle in (False, True)}
     for _, row, is_idle in itertools.product(range(rounds), rows, (False, True)):
         pipeline = SleepingPipeline(*row, num_micro_batches, 0.0 if is_idle else unit)
@@ -222,7 +223,13 @@ def table_of_real(steps: int) -> None:
 
 @click.command()
 @click.option("--stages", "kind", type=click.Choice(["sleeping", "real"]), default="sleeping")
-@click.option("--micro-batches", "num_micro_batches", default=12)
+@click.option(
+    "--micro-batches",
+    "num_micro_batches",
+    default=12,
+    type=click.IntRange(min=MOST_STAGES),
+    help="At least the stages of the longest pipeline, which torch's 1f1b needs.",
+)
 @click.option("--unit", default=0.05, help="Seconds that the forward pass of a sleeping stage takes.")
 @click.option("--steps", default=5)
 @click.option("--rounds", default=3)
