@@ -92,8 +92,7 @@ def sleeping(rank: int, pipeline: SleepingPipeline, steps: int) -> list[float]:
 def sleeping_varuna(rank: int, pipeline: SleepingPipeline) -> Any:
     import torch
 
-    from methods.pipeline.engine import Engine, order_of
-    from methods.pipeline.stage import Stage
+    from methods.pipeline.engine import Engine, Stage, order_of
     from methods.pipeline.transport import Transport
 
     num_stages, schedule, num_micro_batches, unit = pipeline

@@ -27,8 +27,8 @@ from harness.models.named_models import load
 from harness.simulation import machine_trace
 from methods.pipeline.config import simulate as pipelines
 from methods.pipeline.config.auto_config import AutoConfig
-from methods.pipeline.config.gpt_costs import GptCosts
 from methods.pipeline.config.measured_profile import measure_profile
+from methods.pipeline.config.profile import GptCosts
 from methods.pipeline.launch.folder import read_lines
 from methods.pipeline.schedule import SCHEDULES, SLOTS
 from papers.figures import plot, points

@@ -27,9 +27,8 @@ from harness.core.option import opt, with_option
 from harness.plan.resources import sum_sent
 from methods.pipeline.checkpoint.folders import complete_steps, find_checkpoint
 from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
-from methods.pipeline.config.gpt_costs import GptCosts
 from methods.pipeline.config.partition import PipelineShape, gpt_stages, stage_bytes
-from methods.pipeline.config.profile import Sum
+from methods.pipeline.config.profile import GptCosts, Sum
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
 from methods.shared.memory_needs import describe
@@ -150,7 +149,7 @@ class VarunaMethod(Method):
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         from harness.models.gpt import adamw
-        from methods.pipeline.checkpoint.progress import GptProgress
+        from methods.pipeline.checkpoint.checkpoints import GptProgress
         from methods.shared.loss_scale import LossScale
 
         whole, model = self._model(workload, device)

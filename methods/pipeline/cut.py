@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from methods.pipeline.config.grouping import group
-from methods.pipeline.stage import Spec, spec_of
+from methods.pipeline.config.partition import group
+from methods.pipeline.transport import Spec, spec_of
 from methods.shared.module_watch import ModuleState, ModuleWatch, hooks_of, random_states
 
 # The beginning of an error about a pass that is repeated by a recompute, and runs once for each micro-batch.

@@ -1,4 +1,8 @@
-"""Reduces a step's gradients over all ranks: sums over replicas and over shared weights, and the global norm.
+"""The fp32 weights that an optimizer updates (the masters), and their gradients, which are reduced over all ranks: sums
+over replicas and over shared weights, and the global norm.
+
+For an fp32 model the masters are the model's own weights. In mixed precision each micro-batch's gradient is added, in
+fp32, to the master's gradient as soon as the gradient is computed.
 
 Each micro-batch's loss is weighted by its share of the global batch, so only sums are needed. The norm is taken over
 all stages, with each shared weight once. Every rank gets the same bits of the norm.
@@ -13,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +26,16 @@ from torch import Tensor, nn
 from harness.core.failures import naming_ranks
 from methods.pipeline.config.partition import BUCKET_BYTES
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.shared_weights import Shared
 from methods.pipeline.transport import LostPeer
+
+
+class Shared(NamedTuple):
+    """A weight that two stages share, or that one stage has under two names. The norm counts only the first name."""
+
+    name: str
+    other: str
+    stage: int
+    other_stage: int
 
 
 class Groups:
@@ -226,3 +238,78 @@ def _sum(tensors: list[Tensor], group: Any) -> None:
     all_reduce(flat, group)
     for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(summed.view_as(tensor))
+
+
+class Masters:
+    """The masters of a stage. `weights`: the stage's parameters by name. `starts`: for parameters in fp16 or bf16, the
+    fp32 values before rounding; None: the masters start from the rounded values."""
+
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], starts: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.weights = dict(weights)
+        self.by_name: dict[str, nn.Parameter] = {}
+        for name, weight in self.weights.items():
+            if weight.dtype == torch.float32:
+                self.by_name[name] = weight
+                continue
+            start = weight.detach().float() if starts is None else starts[name]
+            self.by_name[name] = nn.Parameter(start, requires_grad=weight.requires_grad)
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._adder(self.by_name[name]))
+        self.versions = self._versions()
+
+    @staticmethod
+    def _adder(master: nn.Parameter):
+        def add(weight: Tensor) -> None:
+            assert weight.grad is not None
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad += weight.grad
+            weight.grad = None
+
+        return add
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {name: master for name, master in self.by_name.items() if master.requires_grad}
+
+    def zero_grad(self) -> None:
+        for master in self.by_name.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the weights that the model computes with."""
+        pairs = [(weight, self.by_name[name]) for name, weight in self.weights.items()]
+        rounded = [(weight, master) for weight, master in pairs if weight is not master]
+        if rounded:
+            torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
+        self.versions = self._versions()
+
+    @torch.no_grad()
+    def share(self, groups: Groups, shared: Sequence[Shared]) -> None:
+        """Copy the first replica's weights to the other replicas. Then copy, for each pair of shared weights, the first
+        weight to the second."""
+        if groups.replicas:
+            for master in self.by_name.values():
+                dist.broadcast(master, groups.ranks.ranks[groups.stage][0], group=groups.replicas)
+        for pair in shared:
+            if pair.stage == pair.other_stage:
+                self.by_name[pair.other].copy_(self.by_name[pair.name])
+            elif groups.stage in (pair.stage, pair.other_stage):
+                name = pair.name if groups.stage == pair.stage else pair.other
+                source = groups.ranks.ranks[pair.stage][groups.replica]
+                dist.broadcast(self.by_name[name], source, group=groups.pairs[pair])
+        self.publish()
+
+    def refuse_changed_weights(self) -> None:
+        """Raise ValueError if a rounded weight was changed since publish(), which would lose the change."""
+        if self.versions != self._versions():
+            raise ValueError(
+                "step: expected weights as the last update left them, got changed ones, whose fp32 masters would undo"
+                " the change; try load_state_dict()"
+            )
+
+    def _versions(self) -> list[int]:
+        return [weight._version for name, weight in self.weights.items() if weight is not self.by_name[name]]

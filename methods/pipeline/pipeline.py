@@ -31,19 +31,23 @@ from torch import Tensor, nn
 
 from harness.core.method import TensorState
 from harness.devices.streams import STREAMS, UNNOTED
-from methods.pipeline.batches import Inputs, check_like_first, micro_batch_sizes, moved, split_batch
-from methods.pipeline.checkpoint.checkpoints import Checkpoints
-from methods.pipeline.checkpoint.progress import Progress
+from methods.pipeline.batches import (
+    Inputs,
+    MeanCheck,
+    check_like_first,
+    micro_batch_sizes,
+    moved,
+    split_batch,
+)
+from methods.pipeline.checkpoint.checkpoints import Checkpoints, Progress
 from methods.pipeline.cut import CHANGES, LOSS_SCALE, InitWeights, Part, specs_of
-from methods.pipeline.engine import Engine, order_of
+from methods.pipeline.engine import Compute, Engine, Stage, order_of
 from methods.pipeline.gradients import Gradients, Groups, all_reduce
 from methods.pipeline.launch.link import Link, done, link, num_updates
-from methods.pipeline.mean_loss import MeanCheck
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.seat import take_seat
 from methods.pipeline.setup import ModelToCut, StageSetup, set_up_stage
-from methods.pipeline.stage import Compute, Spec, Stage
-from methods.pipeline.transport import Transport
+from methods.pipeline.transport import Spec, Transport
 from methods.shared.loss_scale import ChosenLossScale, LossScale
 from methods.shared.module_watch import ModuleWatch
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from methods.pipeline.engine import Note, unnoted
+from methods.pipeline.engine import Compute, Note, unnoted
 from methods.pipeline.setup import StageSetup
-from methods.pipeline.stage import Compute
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 LOSS = torch.empty((), device="meta")  # stands for the last stage's output, a scalar loss

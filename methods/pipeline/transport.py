@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.core.failures import naming_ranks
-from methods.pipeline.stage import Spec, empty_tensor
 
 IN_FLIGHT = 4  # most messages under way in one direction, as in the original Varuna
 TENSORS = 16  # most tensors of a message
 ACTIVATION, GRADIENT = 0, 1
+Spec = tuple[torch.Size, torch.dtype]  # shape and dtype of a tensor of a message
 
 
 class LostPeer(RuntimeError):
@@ -243,3 +243,11 @@ def gathered(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     padded = torch.frombuffer(bytearray(message.ljust(len(buffers[0]), b"\0")), dtype=torch.uint8)
     dist.all_gather(buffers, padded, group=group)
     return [buffer.numpy().tobytes()[: int(size)] for buffer, size in zip(buffers, sizes, strict=True)]
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    return tensor.shape, tensor.dtype
+
+
+def empty_tensor(spec: Spec) -> Any:
+    return torch.empty(spec[0], dtype=spec[1])

@@ -26,8 +26,7 @@ from methods.pipeline.schedule import SCHEDULES, SLOTS
 
 if TYPE_CHECKING:
     from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
-    from methods.pipeline.config.gpt_costs import GptCosts
-    from methods.pipeline.config.profile import Profile
+    from methods.pipeline.config.profile import GptCosts, Profile
 
 DOES_NOT_FIT = 4
 MOST_PASSES = 10**8  # most stages times micro-batches that `simulate` takes; this many take some minutes
@@ -170,8 +169,7 @@ def configure(num_gpus: int, gpus_per_vm: int, batch_size: int, as_json: bool, *
 
 def _costs(call: dict[str, Any], batch_size: int) -> tuple[Profile | GptCosts, str]:
     """Return the costs by --profile or --machine, and where a device's memory is known from."""
-    from methods.pipeline.config.gpt_costs import GptCosts
-    from methods.pipeline.config.profile import read_profile
+    from methods.pipeline.config.profile import GptCosts, read_profile
 
     if call["folder"] is not None:
         return read_profile(call["folder"]), "of the profiled device"

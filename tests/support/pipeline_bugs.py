@@ -54,7 +54,7 @@ BUGS = [
     ),
     PipelineBug(
         "random_state_of_the_recompute_not_restored",
-        "methods/pipeline/stage.py",
+        "methods/pipeline/engine.py",
         "with self._random_state_of(state):",
         "if True:",
     ),

@@ -1,16 +1,19 @@
 """Checkpoints of a pipeline, by torch.distributed.checkpoint: one folder for each saved step.
 
 Pipelines with any numbers of stages and replicas, and single processes, can read a checkpoint. Each weight is stored
-under its name in the whole model, with its optimizer states and options. The replicas of a stage share the writing.
+under its name in the whole model, with its optimizer states and options. The replicas of a stage share the writing. A
+checkpoint also stores the number of steps and the loss scale; in a job of `-m varuna` also the losses, norms and skips.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.base.checked_data import checked
+from harness.core.job import Workload
+from harness.core.method import Step
 from methods.pipeline.checkpoint import files
 from methods.pipeline.checkpoint.folders import COMPLETE, checkpoint_folder, find_checkpoint
 
@@ -29,6 +34,72 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # names of the states of Adam and AdamW
 T = TypeVar("T")
 Spec: TypeAlias = tuple[torch.Size, torch.dtype] | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training had come when a checkpoint was saved. `num_good`: steps in a row without an overflow."""
+
+    num_steps: int
+    loss_scale: float
+    num_good: int
+
+
+@dataclass(frozen=True)
+class GptProgress(Progress):
+    """Progress, and the further notes in the checkpoints of a job of `-m varuna`. The lists hold one value for each
+    step."""
+
+    workload: dict[str, Any]
+    loss: list[float]
+    grad_norm: list[float]
+    loss_scales: list[float | None]
+    skipped: list[bool]
+    source: str = ""  # hash of the source code that trained these steps
+
+    def __post_init__(self) -> None:
+        lengths = {len(column) for column in (self.loss, self.grad_norm, self.loss_scales, self.skipped)}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"expected equally many losses, norms, loss scales and skips, got {sorted(lengths)} of them"
+            )
+        for is_skipped, scale in zip(self.skipped, self.loss_scales, strict=True):
+            if is_skipped and scale is None:
+                raise ValueError("expected a loss scale for each skipped step, got None")
+        if not re.fullmatch("[0-9a-f]*", self.source):
+            raise ValueError(f"expected the hash of the source code, got {self.source!r:.80}")
+
+    @staticmethod
+    def notes(workload: Workload, steps: Sequence[Step], source: str) -> dict[str, Any]:
+        """Return the notes that a checkpoint stores beside Progress. `steps`: all of the job's steps so far. `source`:
+        hash of the source code."""
+        norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
+        return {
+            "workload": asdict(workload),
+            "loss": [float(step.loss) for step in steps],
+            "grad_norm": norms,
+            "loss_scales": [step.loss_scale for step in steps],
+            "skipped": [step.is_skipped for step in steps],
+            "source": source,
+        }
+
+    def steps_of(self, workload: Workload, folder: str) -> list[Step]:
+        """Return all steps up to the checkpoint. Raises ValueError if the checkpoint is of another workload, or lacks
+        losses of some steps. `folder`: named in the error."""
+        for name, value in asdict(workload).items():
+            if (stored := self.workload.get(name)) != value:
+                raise ValueError(
+                    f"{folder}: expected a checkpoint with {name} {value}, got {stored}; try another folder"
+                )
+        if len(self.loss) != self.num_steps:
+            raise ValueError(
+                f"{folder}: expected a checkpoint of {self.num_steps} steps, got {len(self.loss)} losses"
+            )
+        columns = (self.loss, self.grad_norm, self.loss_scales, self.skipped)
+        return [
+            Step(torch.tensor(loss), torch.tensor(norm), loss_scale=of_loss, is_skipped=is_skipped)
+            for loss, norm, of_loss, is_skipped in zip(*columns, strict=True)
+        ]
 
 
 def read_checkpoint(folder: str | Path, step: int | None = None) -> dict[str, Any]:

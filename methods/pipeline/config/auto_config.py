@@ -20,8 +20,7 @@ from typing import NamedTuple
 from harness.base.counted import counted
 from harness.core.job import gib
 from harness.plan.resources import sum_sent
-from methods.pipeline.config.gpt_costs import GptCosts
-from methods.pipeline.config.profile import GRADIENT_BYTES, Profile, read_profile
+from methods.pipeline.config.profile import GRADIENT_BYTES, GptCosts, Profile, read_profile
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import Pipeline, step_seconds
 

@@ -1,20 +1,85 @@
-"""A job to launch, its rounds, and the orders that start the ranks of a round. Does not import torch."""
+"""A job to launch: its configuration for the ranks that are available, its rounds, the orders that start the ranks of
+a round, and the ranks that are slow in it. Does not import torch."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.base.rank_agent import LOOPBACK, Rendezvous
 from harness.core.identity import source_hash
-from methods.pipeline.launch.choose import Spread, SpreadChoice
+from methods.pipeline.config.auto_config import AutoConfig
+from methods.pipeline.config.profile import read_profile
 from methods.pipeline.launch.machines import Remote
+from methods.pipeline.rank_map import RankMap
+
+STEPS = 5  # a rank's time is the median over its last STEPS steps
+SLOW = 1.15  # a rank is slow if its time is more than SLOW times the median time of its stage's ranks
+
+
+@dataclass(frozen=True)
+class Spread:
+    num_stages: int
+    num_replicas: int
+    chunk_size: int
+    cuts: tuple[int, ...] | None = None  # the CutPoints between the stages; None: class Varuna chooses them
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_stages * self.num_replicas
+
+    @property
+    def stage_to_rank_map(self) -> str:
+        return str(RankMap.make(self.num_stages, self.num_replicas))
+
+
+@dataclass(frozen=True)
+class SpreadChoice:
+    """The user's settings: either `num_stages` and `chunk_size`, or a profile. Raises ValueError if neither or both are
+    given, or if a number is below 1. `per_machine`: ranks on each machine."""
+
+    batch_size: int
+    per_machine: int
+    num_stages: int | None = None
+    chunk_size: int | None = None
+    profile: Path | None = None
+
+    def __post_init__(self) -> None:
+        options = {
+            "--batch-size": self.batch_size,
+            "--gpus-per-node": self.per_machine,
+            "--nstages": self.num_stages,
+            "--chunk-size": self.chunk_size,
+        }
+        for option, value in options.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{option}: expected at least 1, got {value}")
+        if (self.num_stages is None or self.chunk_size is None) == (self.profile is None):
+            raise ValueError("expected either --nstages and --chunk-size, or --profile FOLDER to choose both")
+        if self.profile:
+            read_profile(self.profile)
+
+    def spread(self, num_workers: int) -> Spread:
+        """Return a configuration of the job for at most `num_workers` ranks.
+
+        If there are fewer workers than `num_stages`, each worker gets one stage. The number of replicas divides the
+        batch size. Raises ValueError if no configuration fits.
+        """
+        if self.profile:
+            row = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile).best()
+            return Spread(row.num_stages, row.num_replicas, row.chunk_size, row.cuts)
+        assert self.num_stages and self.chunk_size
+        num_stages = min(self.num_stages, num_workers)
+        most = num_workers // num_stages
+        num_replicas = max(count for count in range(1, most + 1) if self.batch_size % count == 0)
+        return Spread(num_stages, num_replicas, min(self.chunk_size, self.batch_size // num_replicas))
 
 
 @dataclass(frozen=True)
@@ -114,3 +179,45 @@ def rank_orders(
             }
         )
     return ranks
+
+
+class Slow(NamedTuple):
+    rank: int
+    stage: int
+    seconds: float
+    ratio: float
+
+    def __str__(self) -> str:
+        more = f"{self.ratio - 1:.0%} above the median of stage {self.stage}"
+        return f"rank {self.rank}: {self.seconds:.3g} s of work a step, {more}"
+
+
+class Pace:
+    """The seconds that each rank worked in the newest steps of a round. Waits for other ranks are left out."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.seconds: dict[int, deque[float]] = {}
+        self.num_steps = 0
+        self.named: list[str] = []
+
+    def add(self, seconds: Mapping[int, float]) -> None:
+        """Add each rank's seconds of work in a step. The first step of a round is left out."""
+        self.num_steps += 1
+        if self.num_steps > 1:
+            for rank, busy in seconds.items():
+                self.seconds.setdefault(rank, deque(maxlen=STEPS)).append(busy)
+
+    def slow(self, spread: Spread) -> list[Slow]:
+        slow = []
+        if self.num_steps <= STEPS:
+            return []
+        for stage, replicas in enumerate(RankMap.make(spread.num_stages, spread.num_replicas).ranks):
+            typical = {rank: statistics.median(self.seconds[rank]) for rank in replicas}
+            median = statistics.median(typical.values())
+            slow += [
+                Slow(rank, stage, typical_seconds, typical_seconds / median)
+                for rank, typical_seconds in typical.items()
+                if typical_seconds > SLOW * median > 0
+            ]
+        return slow

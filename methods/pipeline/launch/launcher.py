@@ -21,11 +21,9 @@ from harness.base import fork_server
 from harness.base.counted import counted
 from harness.base.rank_agent import GRACE_SECONDS
 from harness.core.failures import LOST_RANK
-from methods.pipeline.launch.choose import Spread
 from methods.pipeline.launch.folder import Folder, step_line
-from methods.pipeline.launch.job import LaunchJob, Round, rank_orders, seated
+from methods.pipeline.launch.job import LaunchJob, Pace, Round, Spread, rank_orders, seated
 from methods.pipeline.launch.machines import MachineLine, Remote, read_list
-from methods.pipeline.launch.pace import Pace
 
 # Seconds between reads of the list of machines. A change counts only when two reads in a row agree, because a single
 # read may find a half-written file.

@@ -10,9 +10,8 @@ from typing import Any
 
 import click
 
-from methods.pipeline.launch.choose import SpreadChoice
 from methods.pipeline.launch.folder import Folder
-from methods.pipeline.launch.job import LaunchJob
+from methods.pipeline.launch.job import LaunchJob, SpreadChoice
 from methods.pipeline.launch.launcher import INTERRUPTED, OK, Launcher
 from methods.pipeline.launch.machines import read_list
 

@@ -24,11 +24,11 @@ from methods.pipeline import pipeline
 from methods.pipeline.batches import micro_batch_sizes, split_batch
 from methods.pipeline.checkpoint.checkpoints import read_checkpoint
 from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.engine import Stage
 from methods.pipeline.pipeline import Varuna, trace_note
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.seat import Offer, _backend, take_seat
-from methods.pipeline.shared_weights import counted_names, find_shared
-from methods.pipeline.stage import Stage
+from methods.pipeline.setup import counted_names, find_shared
 from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
 from tests.methods.pipeline import trainings, user_model
 from tests.support.fake_cuda import FakeCuda, FakeEvent

@@ -21,9 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from methods.pipeline.checkpoint import files
-from methods.pipeline.checkpoint.checkpoints import Checkpoints, read_checkpoint
+from methods.pipeline.checkpoint.checkpoints import Checkpoints, GptProgress, read_checkpoint
 from methods.pipeline.checkpoint.folders import COMPLETE, checkpoint_folder, complete_steps, find_checkpoint
-from methods.pipeline.checkpoint.progress import GptProgress
 from tests.support.ranks import on_ranks
 
 MOMENTS = 20

@@ -15,10 +15,17 @@ from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from methods.pipeline.config.auto_config import AutoConfig, ConfigRow, predict_steps
-from methods.pipeline.config.gpt_costs import GptCosts
-from methods.pipeline.config.grouping import group
-from methods.pipeline.config.partition import gpt_stages
-from methods.pipeline.config.profile import FILE, Message, Profile, Section, SectionCost, Sum, read_profile
+from methods.pipeline.config.partition import gpt_stages, group
+from methods.pipeline.config.profile import (
+    FILE,
+    GptCosts,
+    Message,
+    Profile,
+    Section,
+    SectionCost,
+    Sum,
+    read_profile,
+)
 from methods.pipeline.schedule import step_seconds
 
 MANY = 1000.0  # seconds

@@ -27,12 +27,10 @@ from harness.base.checkout import ROOT
 from harness.base.child_process import child_environment
 from methods.pipeline.checkpoint.checkpoints import Checkpoints
 from methods.pipeline.launch import link
-from methods.pipeline.launch.choose import Spread, SpreadChoice
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
-from methods.pipeline.launch.job import LaunchJob
+from methods.pipeline.launch.job import STEPS, LaunchJob, Pace, Spread, SpreadChoice
 from methods.pipeline.launch.launcher import Launcher
 from methods.pipeline.launch.machines import MachineLine, Remote, agent_command, is_this_machine, read_list
-from methods.pipeline.launch.pace import STEPS, Pace
 from methods.pipeline.pipeline import Varuna
 from tests.methods.pipeline import user_model
 from tests.support import forks
