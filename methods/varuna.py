@@ -162,7 +162,7 @@ class VarunaMethod(Method):
             model.load_checkpoint(self.resume, form=GptProgress)
             steps = model.progress.steps_of(workload, self.resume)
             notes = {"resumed_steps": len(steps), "resumed_source": model.progress.source}
-        num_resumed, size = len(steps), workload.batch_size // model.ranks.num_replicas
+        num_resumed, size = len(steps), workload.batch_size // model.rank_map.num_replicas
         share = slice(model.replica * size, (model.replica + 1) * size)  # samples of this replica
         for step, (inputs, targets) in enumerate(batches, start=1):
             if step <= num_resumed:
@@ -179,7 +179,7 @@ class VarunaMethod(Method):
             if self.checkpoint and step % self.checkpoint_every == 0:
                 model.checkpoint(self.checkpoint, notes=GptProgress.notes(workload, steps, source))
             yield steps[-1]
-        stages = [str(stage) for stage in gpt_stages(workload, model.ranks.num_stages)]
+        stages = [str(stage) for stage in gpt_stages(workload, model.rank_map.num_stages)]
         return Trained(whole.of_model(model.leave()), schedule={"stages": stages, **notes})
 
     def _model(self, workload: Workload, device: str) -> tuple[CutModel, Varuna]:

@@ -331,7 +331,7 @@ def test_no_rank_loads_a_class_that_another_one_names(tmp_path: Path) -> None:
         }
         for name, options, steps in jobs
     ]
-    allowed = {".".join(names) for names in files.ALLOWED}
+    allowed = {".".join(names) for names in files.ALLOWED_CLASSES}
     for of_rank in on_ranks(2, "tests.methods.pipeline.trainings:on_this_rank", trainings):
         assert [set(heard) - allowed for heard in of_rank] == [set()] * len(jobs)
         assert of_rank[4], "a resume reads a table"

@@ -40,20 +40,20 @@ class Stage:
         # inputs and outputs for the backward pass
         self.tensors_for_backward: tuple[list[Tensor], Sequence[Tensor]] | None = None
 
-    def forward(self, number: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the forward pass of micro-batch `number`. Return the tensors for the stage above; () on the last
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the forward pass of micro-batch `micro_batch`. Return the tensors for the stage above; () on the last
         stage."""
         if self.is_last:
-            self.tensors_for_backward = self._with_graph(number, inputs)
+            self.tensors_for_backward = self._with_graph(micro_batch, inputs)
             return ()
-        self.inputs_and_states[number] = inputs, self._random_state()
+        self.inputs_and_states[micro_batch] = inputs, self._random_state()
         with torch.no_grad():
-            return self.compute(number, inputs)
+            return self.compute(micro_batch, inputs)
 
-    def recompute(self, number: int) -> None:
-        inputs, state = self.inputs_and_states.pop(number)
-        with self._random_state_of(state):
-            self.tensors_for_backward = self._with_graph(number, inputs)
+    def recompute(self, micro_batch: int) -> None:
+        inputs, random_states = self.inputs_and_states.pop(micro_batch)
+        with self._random_state_of(random_states):
+            self.tensors_for_backward = self._with_graph(micro_batch, inputs)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Run the backward pass of the micro-batch that is ready. `grads`: gradients of the outputs that need one; not
@@ -72,10 +72,12 @@ class Stage:
         """Drop all that is kept for backward passes. Call this after forward passes that no backward pass follows."""
         self.inputs_and_states, self.tensors_for_backward = {}, None
 
-    def _with_graph(self, number: int, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
+    def _with_graph(
+        self, micro_batch: int, inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
         pairs = zip(inputs, self.needs_grad, strict=True)
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
-        return leaves, self.compute(number, leaves)
+        return leaves, self.compute(micro_batch, leaves)
 
     def _random_state(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
@@ -97,7 +99,7 @@ class Stage:
 Note = Callable[[str, int], AbstractContextManager[None]]
 
 
-def unnoted(work: str, number: int) -> AbstractContextManager[None]:
+def unnoted(work: str, micro_batch: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -133,7 +135,7 @@ class Engine:
         ]
         while remaining_passes:
             next_pass = remaining_passes[0]
-            if next_pass.kind == "R" and self._goes_first():
+            if next_pass.kind == "R" and self._forward_goes_first():
                 forward_passes = (later for later in remaining_passes if later.kind == "F")
                 next_pass = next(forward_passes, next_pass)
             remaining_passes.remove(next_pass)
@@ -147,44 +149,44 @@ class Engine:
 
     def evaluate(self) -> None:
         """Run the forward passes of a step without backward passes."""
-        self.transport.expect(gradients=False)
+        self.transport.expect(expects_gradients=False)
         for next_pass in self.order:
             if next_pass.kind == "F":
                 self._forward(next_pass.micro_batch)
         self.stage.forget()
         self.transport.finish()
 
-    def _goes_first(self) -> bool:
+    def _forward_goes_first(self) -> bool:
         """Return whether the next forward pass should run before the next recompute, because the input of the forward
         pass has arrived, but the gradient for the recompute has not."""
-        above, below = self.transport.gradients_in, self.transport.activations_in
-        if not self.is_opportunistic or above is None or above.has_arrived():
+        gradient_inbox, activation_inbox = self.transport.gradients_in, self.transport.activations_in
+        if not self.is_opportunistic or gradient_inbox is None or gradient_inbox.has_arrived():
             return False
-        return below is None or below.has_arrived()
+        return activation_inbox is None or activation_inbox.has_arrived()
 
-    def _forward(self, number: int) -> None:
-        below, above = self.transport.activations_in, self.transport.activations_out
-        with self.note("wait for activation", number):
-            inputs: Sequence[Tensor] = below.take() if below else ()
-        with self.note("forward", number):
-            outputs = self.stage.forward(number, self._on_device(inputs))
-        if above:
-            with self.note("send activation", number):
-                above.send(number, outputs)
+    def _forward(self, micro_batch: int) -> None:
+        inbox, outbox = self.transport.activations_in, self.transport.activations_out
+        with self.note("wait for activation", micro_batch):
+            inputs: Sequence[Tensor] = inbox.take() if inbox else ()
+        with self.note("forward", micro_batch):
+            outputs = self.stage.forward(micro_batch, self._on_device(inputs))
+        if outbox:
+            with self.note("send activation", micro_batch):
+                outbox.send(micro_batch, outputs)
 
-    def _recompute(self, number: int) -> None:
-        with self.note("recompute", number):
-            self.stage.recompute(number)
+    def _recompute(self, micro_batch: int) -> None:
+        with self.note("recompute", micro_batch):
+            self.stage.recompute(micro_batch)
 
-    def _backward(self, number: int) -> None:
-        above, below = self.transport.gradients_in, self.transport.gradients_out
-        with self.note("wait for gradient", number):
-            grads: Sequence[Tensor] = above.take() if above else ()
-        with self.note("backward", number):
+    def _backward(self, micro_batch: int) -> None:
+        inbox, outbox = self.transport.gradients_in, self.transport.gradients_out
+        with self.note("wait for gradient", micro_batch):
+            grads: Sequence[Tensor] = inbox.take() if inbox else ()
+        with self.note("backward", micro_batch):
             input_grads = self.stage.backward(self._on_device(grads))
-        if below:
-            with self.note("send gradient", number):
-                below.send(number, input_grads)
+        if outbox:
+            with self.note("send gradient", micro_batch):
+                outbox.send(micro_batch, input_grads)
 
     def _on_device(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return [tensor.to(self.stage.device) for tensor in tensors]

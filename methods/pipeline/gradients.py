@@ -29,11 +29,11 @@ from methods.pipeline.rank_map import RankMap
 from methods.pipeline.transport import LostPeer
 
 
-class Shared(NamedTuple):
+class SharedWeight(NamedTuple):
     """A weight that two stages share, or that one stage has under two names. The norm counts only the first name."""
 
     name: str
-    other: str
+    other_name: str
     stage: int
     other_stage: int
 
@@ -43,22 +43,27 @@ class Groups:
     weight. All ranks must make this object, with the same arguments except `rank`. `limit_seconds`: longest wait for
     other ranks."""
 
-    def __init__(self, ranks: RankMap, rank: int, shared: Sequence[Shared], limit_seconds: float) -> None:
+    def __init__(
+        self, rank_map: RankMap, rank: int, shared_weights: Sequence[SharedWeight], limit_seconds: float
+    ) -> None:
         self.limit = timedelta(seconds=limit_seconds)  # given to each group in place of torch's default limit
-        self.stage, self.replica = ranks.stage_and_replica(rank)
-        self.ranks, self.rank = ranks, rank
-        self.replicas = self._mine([list(replicas) for replicas in ranks.ranks])
-        self.pipeline = self._mine([ranks.pipeline(replica) for replica in range(ranks.num_replicas)])
+        self.stage, self.replica = rank_map.stage_and_replica(rank)
+        self.rank_map, self.rank = rank_map, rank
+        self.replicas = self._make_own_group([list(replicas) for replicas in rank_map.ranks_by_stage])
+        self.pipeline = self._make_own_group(
+            [rank_map.pipeline(replica) for replica in range(rank_map.num_replicas)]
+        )
         self.pairs = {}
-        for pair in shared:
+        for pair in shared_weights:
             if pair.stage != pair.other_stage:
-                groups = [
-                    sorted((ranks.ranks[pair.stage][replica], ranks.ranks[pair.other_stage][replica]))
-                    for replica in range(ranks.num_replicas)
-                ]
-                self.pairs[pair] = self._mine(groups)
+                ranks, other_ranks = (
+                    rank_map.ranks_by_stage[pair.stage],
+                    rank_map.ranks_by_stage[pair.other_stage],
+                )
+                groups = [sorted(pair_of_ranks) for pair_of_ranks in zip(ranks, other_ranks, strict=True)]
+                self.pairs[pair] = self._make_own_group(groups)
 
-    def _mine(self, groups: list[list[int]]) -> Any:
+    def _make_own_group(self, groups: list[list[int]]) -> Any:
         """Make a process group for each list of several ranks. Return the group that this rank is in; None: it is in no
         group."""
         own_group = None
@@ -78,22 +83,28 @@ class Gradients:
         masters: Mapping[str, nn.Parameter],
         names: Sequence[str],
         groups: Groups,
-        shared: Sequence[Shared],
+        shared_weights: Sequence[SharedWeight],
         dtype: torch.dtype | None = None,
     ) -> None:
         self.masters, self.groups, self.dtype = dict(masters), groups, dtype
-        self.shared = [pair for pair in shared if groups.stage in (pair.stage, pair.other_stage)]
+        self.shared_weights = [
+            pair for pair in shared_weights if groups.stage in (pair.stage, pair.other_stage)
+        ]
         # If a weight is in two stages under the same name, the first stage counts it in the norm.
         repeated_names = {
-            pair.name for pair in self.shared if pair.name == pair.other and groups.stage != pair.stage
+            pair.name
+            for pair in self.shared_weights
+            if pair.name == pair.other_name and groups.stage != pair.stage
         }
         self.written_names = [name for name in self.masters if name not in repeated_names]
         uncounted = repeated_names | {
-            pair.other for pair in self.shared if pair.other_stage == groups.stage and pair.name != pair.other
+            pair.other_name
+            for pair in self.shared_weights
+            if pair.other_stage == groups.stage and pair.name != pair.other_name
         }
         number_of = {name: number for number, name in enumerate(names)}
         self.counted_names = [name for name in self.masters if name not in uncounted]
-        self.norm_places = torch.tensor([number_of[name] for name in self.counted_names], dtype=torch.long)
+        self.norm_indices = torch.tensor([number_of[name] for name in self.counted_names], dtype=torch.long)
         self.num_names = len(names)
         self.step_grads: list[
             tuple[Tensor | None, int]
@@ -119,20 +130,20 @@ class Gradients:
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
         numbers = torch.cat([loss.detach().float().reshape(1), check_numbers, has_grad.to(loss.device)])
         if self.groups.replicas:
-            for bucket in _buckets([*grads, numbers]):
-                _sum(bucket, self.groups.replicas)
+            for bucket in _yield_buckets([*grads, numbers]):
+                _sum_bucket(bucket, self.groups.replicas)
         loss, check_numbers, has_grad = numbers.split([1, len(check_numbers), len(has_grad)])
         self._sum_shared()
         is_finite = self._are_finite()
         if scale != 1.0:
             torch._foreach_div_(grads, scale)
-        norms = self._norm(torch.cat([loss, check_numbers]), is_finite)
+        loss_norm_and_checks = self._norm(torch.cat([loss, check_numbers]), is_finite)
         if lacks_grad:
             # an optimizer skips weights without a gradient, but would decay weights with a gradient of zeros
-            shared = {name for pair in self.shared for name in (pair.name, pair.other)}
-            for (name, master), has in zip(self.masters.items(), has_grad.tolist(), strict=True):
-                master.grad = master.grad if has or name in shared else None
-        return norms
+            shared_names = {name for pair in self.shared_weights for name in (pair.name, pair.other_name)}
+            for (name, master), has_gradient in zip(self.masters.items(), has_grad.tolist(), strict=True):
+                master.grad = master.grad if has_gradient or name in shared_names else None
+        return loss_norm_and_checks
 
     def _are_finite(self) -> Tensor | None:
         """Return, for each gradient counted in the norm, whether it is finite in fp16, which rounds values beyond its
@@ -146,15 +157,15 @@ class Gradients:
         return [grad for name in self.counted_names if (grad := self.masters[name].grad) is not None]
 
     def _sum_shared(self) -> None:
-        for pair in self.shared:
+        for pair in self.shared_weights:
             if pair.stage == pair.other_stage:
-                first, second = self.masters[pair.name], self.masters[pair.other]
-                if first is not second:
-                    assert first.grad is not None and second.grad is not None
-                    first.grad += second.grad
-                    second.grad.copy_(first.grad)
+                first_master, second_master = self.masters[pair.name], self.masters[pair.other_name]
+                if first_master is not second_master:
+                    assert first_master.grad is not None and second_master.grad is not None
+                    first_master.grad += second_master.grad
+                    second_master.grad.copy_(first_master.grad)
                 continue
-            own_master = self.masters[pair.name if self.groups.stage == pair.stage else pair.other]
+            own_master = self.masters[pair.name if self.groups.stage == pair.stage else pair.other_name]
             assert own_master.grad is not None
             all_reduce(own_master.grad, self.groups.pairs[pair])
 
@@ -167,7 +178,7 @@ class Gradients:
         whole = torch.zeros(self.num_names + len(numbers), device=numbers.device)
         if grads:
             norms = torch.stack([*torch._foreach_norm(grads, 2, dtype=torch.float32)])
-            whole[self.norm_places.to(numbers.device)] = (
+            whole[self.norm_indices.to(numbers.device)] = (
                 norms if is_finite is None else norms.where(is_finite, math.inf)
             )
         whole[self.num_names :] = numbers
@@ -215,37 +226,39 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
         raise naming_ranks(LostPeer(text), others) from error
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _yield_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of tensors that are summed together, each of at most BUCKET_BYTES. A larger tensor is alone in its
     list."""
     bucket: list[Tensor] = []
-    size = 0
+    bucket_bytes = 0
     for tensor in tensors:
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
+        if bucket and bucket_bytes + tensor.nbytes > BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket, bucket_bytes = [], 0
         bucket.append(tensor)
-        size += tensor.nbytes
+        bucket_bytes += tensor.nbytes
     if bucket:
         yield bucket
 
 
-def _sum(tensors: list[Tensor], group: Any) -> None:
+def _sum_bucket(tensors: list[Tensor], group: Any) -> None:
     if len(tensors) == 1:
         all_reduce(tensors[0], group)
         return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    all_reduce(flat, group)
-    for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(summed.view_as(tensor))
+    joined_tensor = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    all_reduce(joined_tensor, group)
+    for tensor, summed_slice in zip(
+        tensors, joined_tensor.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
+        tensor.copy_(summed_slice.view_as(tensor))
 
 
 class Masters:
-    """The masters of a stage. `weights`: the stage's parameters by name. `starts`: for parameters in fp16 or bf16, the
-    fp32 values before rounding; None: the masters start from the rounded values."""
+    """The masters of a stage. `weights`: the stage's parameters by name. `starting_values`: for parameters in fp16 or
+    bf16, the fp32 values before rounding; None: the masters start from the rounded values."""
 
     def __init__(
-        self, weights: Mapping[str, nn.Parameter], starts: Mapping[str, Tensor] | None = None
+        self, weights: Mapping[str, nn.Parameter], starting_values: Mapping[str, Tensor] | None = None
     ) -> None:
         self.weights = dict(weights)
         self.by_name: dict[str, nn.Parameter] = {}
@@ -253,14 +266,14 @@ class Masters:
             if weight.dtype == torch.float32:
                 self.by_name[name] = weight
                 continue
-            start = weight.detach().float() if starts is None else starts[name]
-            self.by_name[name] = nn.Parameter(start, requires_grad=weight.requires_grad)
+            starting_value = weight.detach().float() if starting_values is None else starting_values[name]
+            self.by_name[name] = nn.Parameter(starting_value, requires_grad=weight.requires_grad)
             if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._adder(self.by_name[name]))
+                weight.register_post_accumulate_grad_hook(self._gradient_adder(self.by_name[name]))
         self.versions = self._versions()
 
     @staticmethod
-    def _adder(master: nn.Parameter):
+    def _gradient_adder(master: nn.Parameter):
         def add(weight: Tensor) -> None:
             assert weight.grad is not None
             if master.grad is None:
@@ -271,7 +284,7 @@ class Masters:
 
         return add
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trained_masters(self) -> dict[str, nn.Parameter]:
         return {name: master for name, master in self.by_name.items() if master.requires_grad}
 
     def zero_grad(self) -> None:
@@ -282,24 +295,26 @@ class Masters:
     def publish(self) -> None:
         """Round the masters into the weights that the model computes with."""
         pairs = [(weight, self.by_name[name]) for name, weight in self.weights.items()]
-        rounded = [(weight, master) for weight, master in pairs if weight is not master]
-        if rounded:
-            torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
+        rounded_pairs = [(weight, master) for weight, master in pairs if weight is not master]
+        if rounded_pairs:
+            torch._foreach_copy_(
+                [weight for weight, _ in rounded_pairs], [master for _, master in rounded_pairs]
+            )
         self.versions = self._versions()
 
     @torch.no_grad()
-    def share(self, groups: Groups, shared: Sequence[Shared]) -> None:
+    def share(self, groups: Groups, shared_weights: Sequence[SharedWeight]) -> None:
         """Copy the first replica's weights to the other replicas. Then copy, for each pair of shared weights, the first
         weight to the second."""
         if groups.replicas:
             for master in self.by_name.values():
-                dist.broadcast(master, groups.ranks.ranks[groups.stage][0], group=groups.replicas)
-        for pair in shared:
+                dist.broadcast(master, groups.rank_map.ranks_by_stage[groups.stage][0], group=groups.replicas)
+        for pair in shared_weights:
             if pair.stage == pair.other_stage:
-                self.by_name[pair.other].copy_(self.by_name[pair.name])
+                self.by_name[pair.other_name].copy_(self.by_name[pair.name])
             elif groups.stage in (pair.stage, pair.other_stage):
-                name = pair.name if groups.stage == pair.stage else pair.other
-                source = groups.ranks.ranks[pair.stage][groups.replica]
+                name = pair.name if groups.stage == pair.stage else pair.other_name
+                source = groups.rank_map.ranks_by_stage[pair.stage][groups.replica]
                 dist.broadcast(self.by_name[name], source, group=groups.pairs[pair])
         self.publish()
 

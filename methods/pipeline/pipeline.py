@@ -34,20 +34,20 @@ from harness.devices.streams import STREAMS, UNNOTED
 from methods.pipeline.batches import (
     Inputs,
     MeanCheck,
-    check_like_first,
+    check_like_first_batch,
     micro_batch_sizes,
-    moved,
+    move_value,
     split_batch,
 )
 from methods.pipeline.checkpoint.checkpoints import Checkpoints, Progress
-from methods.pipeline.cut import CHANGES, LOSS_SCALE, InitWeights, Part, specs_of
+from methods.pipeline.cut import CHANGES_ERROR, LOSS_SCALE, InitWeights, Part, specs_of
 from methods.pipeline.engine import Compute, Engine, Stage, order_of
 from methods.pipeline.gradients import Gradients, Groups, all_reduce
-from methods.pipeline.launch.link import Link, done, link, num_updates
+from methods.pipeline.launch.link import Link, completed_future, count_updates, link_to_launcher
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.seat import take_seat
 from methods.pipeline.setup import ModelToCut, StageSetup, set_up_stage
-from methods.pipeline.transport import Spec, Transport
+from methods.pipeline.transport import TensorSpec, Transport
 from methods.shared.loss_scale import ChosenLossScale, LossScale
 from methods.shared.module_watch import ModuleWatch
 
@@ -90,35 +90,43 @@ class Varuna(nn.Module):
         limit_seconds: float = 1800.0,
     ) -> None:
         super().__init__()
-        self._link = link()
-        self.ranks = RankMap.parse(stage_to_rank_map)
+        self._link = link_to_launcher()
+        self.rank_map = RankMap.parse(stage_to_rank_map)
         self.rank, world_size, self.device, note = take_seat(limit_seconds, device, local_rank)
         if note and self._link and self.rank == 0:
             self._link.tell("note", text=note)
-        if world_size != self.ranks.world_size:
-            raise ValueError(f"stage_to_rank_map: expected {world_size} ranks, got {self.ranks}")
-        self.stage, self.replica = self.ranks.stage_and_replica(self.rank)
+        if world_size != self.rank_map.world_size:
+            raise ValueError(f"stage_to_rank_map: expected {world_size} ranks, got {self.rank_map}")
+        self.stage, self.replica = self.rank_map.stage_and_replica(self.rank)
         self.batch_size, self.fp16 = batch_size, fp16
         self.dtype = None  # the model's dtype
         if fp16 or bf16:
             self.dtype = torch.float16 if fp16 else torch.bfloat16
-        self.sizes = micro_batch_sizes(batch_size, chunk_size, self.ranks.num_replicas)
+        self.micro_batch_sizes = micro_batch_sizes(batch_size, chunk_size, self.rank_map.num_replicas)
         if self._link and cuts is None:
             cuts = self._link.cuts
-        self._sample, pairs = get_batch_fn(chunk_size, device=None), list(shared_weights or [])
-        request = ModelToCut(model, self._sample, pairs, cuts, self.dtype, init_weights)
+        self._sample_batch = get_batch_fn(chunk_size, device=None)
+        shared_pairs = list(shared_weights or [])
+        request = ModelToCut(model, self._sample_batch, shared_pairs, cuts, self.dtype, init_weights)
         weights = model.named_parameters(remove_duplicate=False)
         self.weight_shapes = {name: weight.shape for name, weight in weights}
-        self._other_names = {name: other for pair in pairs for name, other in (pair, pair[::-1])}
-        setup = set_up_stage(request, self.ranks.num_stages, self.stage, self.sizes, self.device)
-        self.active, self.modes, self.stage_of = setup.active, setup.modes, setup.stage_of
-        self._masters, self._sent = setup.masters, setup.sent_specs()
-        self._groups = Groups(self.ranks, self.rank, setup.shared, limit_seconds)
+        self._other_names = {name: other for pair in shared_pairs for name, other in (pair, pair[::-1])}
+        setup = set_up_stage(
+            request, self.rank_map.num_stages, self.stage, self.micro_batch_sizes, self.device
+        )
+        self.active_cuts, self.stage_of = setup.active_cuts, setup.stage_of
+        self.parts_by_mode = setup.parts_by_mode
+        self._masters, self._sent_specs = setup.masters, setup.sent_specs()
+        self._groups = Groups(self.rank_map, self.rank, setup.shared_weights, limit_seconds)
         self._gradients = Gradients(
-            self._masters.trained(), setup.names, self._groups, setup.shared, self.dtype
+            self._masters.trained_masters(),
+            setup.weight_names,
+            self._groups,
+            setup.shared_weights,
+            self.dtype,
         )
         self._passes = make_passes(setup, schedule, self._groups, self._compute)
-        self._mean_check = MeanCheck(self.replica, self.ranks.num_replicas, len(self.sizes))
+        self._mean_check = MeanCheck(self.replica, self.rank_map.num_replicas, len(self.micro_batch_sizes))
         self._watch: ModuleWatch | None = ModuleWatch(self.part)  # None after the first step
         self._is_compared = False  # True once this stage has compared a micro-batch with its samples
         # on the last stage: each micro-batch's share of the global batch's loss
@@ -127,7 +135,7 @@ class Varuna(nn.Module):
         self.grad_norm = torch.zeros(())  # gradient norm of the last step, before clipping
         self.num_steps = 0  # number of steps taken, including steps that overflowed
         self.progress: Any = None  # Progress of the checkpoint that was loaded; None: none was loaded
-        self._masters.share(self._groups, setup.shared)
+        self._masters.share(self._groups, setup.shared_weights)
 
     def set_optimizer(
         self,
@@ -164,7 +172,7 @@ class Varuna(nn.Module):
         if self.dtype:
             optimizer.register_step_post_hook(lambda *_: self._masters.publish())
         self.optimizer = optimizer
-        position = (self.stage, self.replica, self.ranks.num_replicas)
+        position = (self.stage, self.replica, self.rank_map.num_replicas)
         self._checkpoints = Checkpoints(
             self._gradients.masters, optimizer, self._gradients.written_names, position, self._other_names
         )
@@ -181,7 +189,7 @@ class Varuna(nn.Module):
         if self._link:
             self._link.at_boundary(self)
         self._masters.refuse_changed_weights()
-        began = time.monotonic()
+        began_at = time.monotonic()
         self._begin(inputs)
         self._gradients.forget()
         self._masters.zero_grad()
@@ -189,7 +197,7 @@ class Varuna(nn.Module):
         self._passes.step()
         if self._link:  # wait for the first stage's last backward passes, which may still be queued on a GPU
             STREAMS[self.device.type].current().synchronize()
-        busy_seconds = time.monotonic() - began - (self._passes.waited_seconds - waited_before)
+        busy_seconds = time.monotonic() - began_at - (self._passes.waited_seconds - waited_before)
         check_numbers = self._mean_check.take_numbers(self.device)
         loss, norm, check_numbers = self._gradients.reduce(self._take_loss(), check_numbers, self.scale.value)
         self._mean_check.refuse(check_numbers)
@@ -197,27 +205,29 @@ class Varuna(nn.Module):
         overflow = self.scale.overflows(norm)
         self.num_steps += 1
         if self._link:
-            self._report(self._link, inputs, loss, busy_seconds, began)
+            self._report(self._link, inputs, loss, busy_seconds, began_at)
         self.last_step = self.scale.step(loss, norm, is_skipped=overflow)
         if clip_grad_max_norm is not None and not overflow:
             self._gradients.clip(norm, clip_grad_max_norm)
         self._gradients.remember()
         return float(loss), overflow
 
-    def _report(self, link: Link, inputs: Inputs, loss: Tensor, busy_seconds: float, began: float) -> None:
-        """Report the step to the launcher. `began`: time.monotonic() at the step's beginning."""
+    def _report(
+        self, launcher_link: Link, inputs: Inputs, loss: Tensor, busy_seconds: float, began_at: float
+    ) -> None:
+        """Report the step to the launcher. `began_at`: time.monotonic() at the step's beginning."""
         facts = {
             "step": self.num_steps,
             "loss": float(loss),
             "grad_norm": float(self.grad_norm),
             "overflow": self.scale.overflows(self.grad_norm),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "updates": num_updates(self.optimizer),
+            "updates": count_updates(self.optimizer),
             "loss_scale": self.scale.value,
             "busy_seconds": busy_seconds,
-            "seconds": time.monotonic() - began,
+            "seconds": time.monotonic() - began_at,
         }
-        link.tell_step(self, inputs, facts)
+        launcher_link.tell_step(self, inputs, facts)
 
     @torch.no_grad()
     def evaluate(self, inputs: Inputs) -> float:
@@ -235,8 +245,8 @@ class Varuna(nn.Module):
         raise RuntimeError("a pipeline has no forward pass of its own; try step(inputs), or evaluate(inputs)")
 
     def _begin(self, inputs: Inputs) -> None:
-        check_like_first(inputs, self._sample)
-        self._micro_batches = split_batch(inputs, self.sizes)
+        check_like_first_batch(inputs, self._sample_batch)
+        self._micro_batches = split_batch(inputs, self.micro_batch_sizes)
 
     def _take_loss(self) -> Tensor:
         """Return the sum of the micro-batches' weighted losses; 0 on all stages but the last."""
@@ -246,53 +256,56 @@ class Varuna(nn.Module):
             total += loss
         return total
 
-    def _compute(self, number: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run micro-batch `number` through this stage; return the tensors to send or, on the last stage, the loss.
+    def _compute(self, micro_batch: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run micro-batch `micro_batch` through this stage; return the tensors to send or, on the last stage, the loss.
 
         The loss is multiplied by the loss scale and by the micro-batch's share of the global batch. A model whose
         forward pass takes `loss_scale` applies this product itself, before the gradient can be rounded to zero in fp16.
         """
         if self._link:
-            self._link.alive()
-        part, share = self.modes[self.training], self.sizes[number] / self.batch_size
-        inputs = {**self._micro_batches[number], LOSS_SCALE: share * self.scale.value}
-        run = self._watched if self._watch else self._results
-        outputs = run(part, received, inputs)
+            self._link.tell_alive()
+        part = self.parts_by_mode[self.training]
+        batch_share = self.micro_batch_sizes[micro_batch] / self.batch_size
+        inputs = {**self._micro_batches[micro_batch], LOSS_SCALE: batch_share * self.scale.value}
+        run_part = self._run_watched_part if self._watch else self._run_part
+        outputs = run_part(part, received, inputs)
         if self._watch and self.training and not self._is_compared:
             self._is_compared = True
             self.eval()  # dropout would draw other numbers for a sample alone
-            compute = functools.partial(self._results, self.modes[False])
-            self._mean_check.compare(compute, received, inputs, self.sizes[number])
+            compute = functools.partial(self._run_part, self.parts_by_mode[False])
+            self._mean_check.compare(compute, received, inputs, self.micro_batch_sizes[micro_batch])
             self.train()
-        if self.stage == self.ranks.num_stages - 1:
+        if self.stage == self.rank_map.num_stages - 1:
             loss = outputs[0].float().reshape(())
-            self._losses.append(loss.detach() * share)
-            self._mean_check.note(loss, self.sizes[number])
+            self._losses.append(loss.detach() * batch_share)
+            self._mean_check.count_targets(loss, self.micro_batch_sizes[micro_batch])
             return (loss if LOSS_SCALE in part.inputs else loss * inputs[LOSS_SCALE],)
-        for index, (tensor, expected) in enumerate(zip(outputs, self._sent[number], strict=True)):
-            if (tensor.shape, tensor.dtype) != expected:
-                got = spec_text((tensor.shape, tensor.dtype))
+        for index, (tensor, expected_spec) in enumerate(
+            zip(outputs, self._sent_specs[micro_batch], strict=True)
+        ):
+            if (tensor.shape, tensor.dtype) != expected_spec:
+                spec_got = spec_text((tensor.shape, tensor.dtype))
                 raise ValueError(
-                    f"micro-batch {number}: expected tensor {index} that stage {self.stage} sends to be"
-                    f" {spec_text(expected)}, got {got}; try to pad all batches to one shape"
+                    f"micro-batch {micro_batch}: expected tensor {index} that stage {self.stage} sends to be"
+                    f" {spec_text(expected_spec)}, got {spec_got}; try to pad all batches to one shape"
                 )
         return outputs
 
-    def _results(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
+    def _run_part(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
         """Return the tensors that the part sends or, on the last stage, the loss."""
-        values = (moved(inputs.get(name), self.device, self.dtype) for name in part.inputs)
+        values = (move_value(inputs.get(name), self.device, self.dtype) for name in part.inputs)
         outputs = part.module(*received, *values)
-        if self.stage < self.ranks.num_stages - 1:
+        if self.stage < self.rank_map.num_stages - 1:
             return outputs
         return [outputs[0] if isinstance(outputs, tuple | list) else outputs]
 
-    def _watched(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
+    def _run_watched_part(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
         """Return _results(). Raises ValueError if the pass changes what a recompute would change once more."""
         assert self._watch is not None
-        before = self._watch.state((received, inputs))
-        outputs = self._results(part, received, inputs)
-        if change := self._watch.change(before):
-            raise ValueError(f"stage {self.stage}: {CHANGES} {change}")
+        state_before = self._watch.state((received, inputs))
+        outputs = self._run_part(part, received, inputs)
+        if change := self._watch.change(state_before):
+            raise ValueError(f"stage {self.stage}: {CHANGES_ERROR} {change}")
         return outputs
 
     def checkpoint(
@@ -309,9 +322,10 @@ class Varuna(nn.Module):
         """
         step = self.num_steps if step is None else step
         if folder is None and self._link:
-            if self._link.saved == step:  # Do not write this step again: it would be incomplete meanwhile.
-                return self._checkpoints.under_way or done()
-            self._link.saved = step
+            # Do not write this step again: its checkpoint would be incomplete meanwhile.
+            if self._link.saved_step == step:
+                return self._checkpoints.pending_save or completed_future()
+            self._link.saved_step = step
         progress = Progress(self.num_steps, self.scale.value, self.scale.num_good)
         return self._checkpoints.save(self._folder(folder), step, {**asdict(progress), **(notes or {})})
 
@@ -333,13 +347,13 @@ class Varuna(nn.Module):
         None: the newest. `form`: class of the attribute `progress`, into which the checkpoint's progress is read:
         Progress, or a subclass with a field for each note.
         """
-        chosen, progress = self._checkpoints.load(self._folder(folder), form, step)
+        loaded_step, progress = self._checkpoints.load(self._folder(folder), form, step)
         if folder is None and self._link:
-            self._link.saved = chosen
+            self._link.saved_step = loaded_step
         self.progress, self.num_steps = progress, progress.num_steps
         self.scale.resume(progress.loss_scale, progress.num_good)
         self._masters.publish()
-        return chosen
+        return loaded_step
 
     def _folder(self, folder: str | Path | None) -> str | Path:
         if folder is None and self._link is None:
@@ -360,7 +374,7 @@ class Varuna(nn.Module):
         for name, shape in self.weight_shapes.items():
             if name not in self.stage_of:  # the weight's stage has the weight under another name
                 continue
-            source = self.ranks.ranks[self.stage_of[name]][0]
+            source = self.rank_map.ranks_by_stage[self.stage_of[name]][0]
             if self.rank not in (0, source):
                 continue
             if self.rank == source:
@@ -384,7 +398,7 @@ class Varuna(nn.Module):
 
     @property
     def part(self) -> nn.Module:
-        return self.modes[True].module
+        return self.parts_by_mode[True].module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.part.named_parameters(*args, **kwargs)
@@ -394,7 +408,7 @@ class Varuna(nn.Module):
 
     def train(self, mode: bool = True) -> Varuna:
         super().train(mode)
-        for part in getattr(self, "modes", {}).values():
+        for part in getattr(self, "parts_by_mode", {}).values():
             part.module.train(mode)
         return self
 
@@ -403,19 +417,19 @@ class Varuna(nn.Module):
         return dict(self.part.state_dict(*args, **kwargs))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        keys = self.part.load_state_dict(state_dict, *args, **kwargs)
+        mismatched_keys = self.part.load_state_dict(state_dict, *args, **kwargs)
         with torch.no_grad():
             for name, weight in self._masters.weights.items():
                 self._masters.by_name[name].copy_(weight)
         self._masters.publish()
-        return keys
+        return mismatched_keys
 
 
 def make_passes(setup: StageSetup, schedule: str, groups: Groups, compute: Compute) -> Engine | TorchSchedule:
     """Return the engine that runs a step's passes: this project's engine for `varuna` or a single stage, otherwise
     torch's engine."""
     note = functools.partial(trace_note, setup.device)
-    stage, num_stages, sizes = setup.stage, setup.num_stages, setup.sizes
+    stage, num_stages, sizes = setup.stage, setup.num_stages, setup.micro_batch_sizes
     if schedule != "varuna" and num_stages > 1:  # all schedules are the same with one stage
         from methods.pipeline.torch_schedules import TorchSchedule  # its imports take a second
 
@@ -424,17 +438,19 @@ def make_passes(setup: StageSetup, schedule: str, groups: Groups, compute: Compu
                 f"chunk_size: expected micro-batches of one size for {schedule}, got {', '.join(map(str, sizes))}"
             )
         return TorchSchedule(schedule, compute, setup, groups.pipeline, note)
-    ranks = groups.ranks.pipeline(groups.replica)
-    received = [specs_of(setup.received(size), stage - 1) for size in sizes]
-    gradients = []
+    ranks = groups.rank_map.pipeline(groups.replica)
+    received_specs = [specs_of(setup.received(size), stage - 1) for size in sizes]
+    gradient_specs = []
     for size in sizes:
-        gradients.append(specs_of([tensor for tensor in setup.sent(size) if tensor.requires_grad], stage))
+        gradient_specs.append(
+            specs_of([tensor for tensor in setup.sent(size) if tensor.requires_grad], stage)
+        )
     transport = Transport(
         ranks[stage - 1] if stage else None,
         None if setup.is_last else ranks[stage + 1],
         groups.limit.total_seconds(),
-        received,
-        gradients,
+        received_specs,
+        gradient_specs,
     )
     needs_grad = [tensor.requires_grad for tensor in setup.received(sizes[0])]
     return Engine(
@@ -445,7 +461,7 @@ def make_passes(setup: StageSetup, schedule: str, groups: Groups, compute: Compu
     )
 
 
-def trace_note(device: torch.device, work: str, number: int) -> AbstractContextManager[None]:
+def trace_note(device: torch.device, work: str, micro_batch: int) -> AbstractContextManager[None]:
     """Return a context that records the work in this process's trace, if there is one."""
     streams = STREAMS[device.type]
     span: Any = streams.span
@@ -453,9 +469,9 @@ def trace_note(device: torch.device, work: str, number: int) -> AbstractContextM
         return UNNOTED
     if work in ("forward", "recompute", "backward"):
         # passes run on the device's stream, messages in this thread
-        return span(streams.current(), "compute", work, f"micro-batch {number}")
-    return span(None, "messages", work, f"micro-batch {number}")
+        return span(streams.current(), "compute", work, f"micro-batch {micro_batch}")
+    return span(None, "messages", work, f"micro-batch {micro_batch}")
 
 
-def spec_text(spec: Spec) -> str:
+def spec_text(spec: TensorSpec) -> str:
     return f"{tuple(spec[0])} {str(spec[1]).removeprefix('torch.')}"

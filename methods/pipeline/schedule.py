@@ -41,30 +41,36 @@ class Pass(NamedTuple):
 Pipeline = tuple[Sequence[Mapping[str, float]], int, float | Sequence[float]]
 
 
-def lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[Line]:
+def event_lines(schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True) -> list[Line]:
     """Return each pipeline as a Line, the form in which the event core simulates a pipeline. `is_opportunistic`: True:
     in `varuna`, a forward pass may run before a recompute whose gradient is late."""
-    every_order = units(schedule, [(len(seconds), number) for seconds, number, _ in pipelines])
+    unit_arrays = units(
+        schedule, [(len(seconds), num_micro_batches) for seconds, num_micro_batches, _ in pipelines]
+    )
     # in torch's schedules R is part of the backward pass, so R waits for the gradient
     is_varuna = schedule == "varuna"
     return [
         Line(
-            order,
+            units_of_pipeline,
             seconds,
-            number,
-            [send] * (len(seconds) - 1) if isinstance(send, int | float) else send,
+            num_micro_batches,
+            [message_seconds] * (len(seconds) - 1)
+            if isinstance(message_seconds, int | float)
+            else message_seconds,
             not is_varuna,
             is_varuna and is_opportunistic,
         )
-        for order, (seconds, number, send) in zip(every_order, pipelines, strict=True)
+        for units_of_pipeline, (seconds, num_micro_batches, message_seconds) in zip(
+            unit_arrays, pipelines, strict=True
+        )
     ]
 
 
-def step_seconds(
+def simulate_step_seconds(
     schedule: str, pipelines: Sequence[Pipeline], *, is_opportunistic: bool = True
 ) -> list[float]:
     """Return the seconds of a step of each pipeline. The number of messages under way at once is not limited."""
-    simulated = run_lines(lines(schedule, pipelines, is_opportunistic=is_opportunistic))
+    simulated = run_lines(event_lines(schedule, pipelines, is_opportunistic=is_opportunistic))
     return [float(run.ended.max()) for run in simulated]
 
 
@@ -72,9 +78,9 @@ def step_seconds(
 def orders(schedule: str, num_stages: int, num_micro_batches: int) -> tuple[tuple[Pass, ...], ...]:
     """Return every stage's passes in order. Raises ValueError for an unknown schedule."""
     stage_orders = []
-    for row in units(schedule, [(num_stages, num_micro_batches)])[0]:
+    for stage_units in units(schedule, [(num_stages, num_micro_batches)])[0]:
         counts = {code: itertools.count() for code in (F, R, B)}
-        stage_orders.append(tuple(Pass(KINDS[code - 1], next(counts[code])) for code in row if code))
+        stage_orders.append(tuple(Pass(KINDS[code - 1], next(counts[code])) for code in stage_units if code))
     return tuple(stage_orders)
 
 
@@ -84,7 +90,7 @@ def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
     import numpy as np
 
     if schedule == "varuna":
-        return _by_rules(shapes)
+        return _units_by_rules(shapes)
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected {' or '.join(SCHEDULES)}, got {schedule!r}")
     arrays = []
@@ -93,27 +99,27 @@ def units(schedule: str, shapes: Sequence[tuple[int, int]]) -> list[Array]:
             num_micro_batches if schedule == "gpipe" else min(num_stages - stage, num_micro_batches)
             for stage in range(num_stages)
         ]
-        rows = [
-            [F] * first + [R, B, F] * (num_micro_batches - first) + [R, B] * first
-            for first in num_first_forwards
+        stage_rows = [
+            [F] * num_first + [R, B, F] * (num_micro_batches - num_first) + [R, B] * num_first
+            for num_first in num_first_forwards
         ]
-        arrays.append(np.array(rows, np.uint8))
+        arrays.append(np.array(stage_rows, np.uint8))
     return arrays
 
 
-def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
+def _units_by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
     """Return the result of units() for Varuna. The choices of all stages of all pipelines are computed together, slot
     by slot. Rows are padded with 0."""
     import numpy as np
 
-    sizes = [num_stages for num_stages, _ in shapes]
-    firsts = np.cumsum([0, *sizes])
-    num_passes = np.repeat([num_micro_batches for _, num_micro_batches in shapes], sizes)
-    is_first, is_last = np.zeros((2, firsts[-1]), bool)
-    is_first[firsts[:-1]] = is_last[firsts[1:] - 1] = True
-    passes = np.zeros((firsts[-1], 3 * int(num_passes.max())), np.uint8)
+    stage_counts = [num_stages for num_stages, _ in shapes]
+    first_rows = np.cumsum([0, *stage_counts])
+    num_passes = np.repeat([num_micro_batches for _, num_micro_batches in shapes], stage_counts)
+    is_first, is_last = np.zeros((2, first_rows[-1]), bool)
+    is_first[first_rows[:-1]] = is_last[first_rows[1:] - 1] = True
+    passes = np.zeros((first_rows[-1], 3 * int(num_passes.max())), np.uint8)
     # by stage: F, R and B begun; next free column of `passes`; slot at which it is free again; kind of its last pass
-    forward, recomputed, backward, next_column, free_at, running_kind = np.zeros((6, firsts[-1]), int)
+    forward, recomputed, backward, next_column, free_at, running_kind = np.zeros((6, first_rows[-1]), int)
     slot = 0
     while (backward < num_passes).any():
         is_free = free_at <= slot
@@ -139,5 +145,5 @@ def _by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
         slot += 1
     return [
         passes[start:end, : 3 * num_micro_batches]
-        for start, end, (_, num_micro_batches) in zip(firsts, firsts[1:], shapes, strict=False)
+        for start, end, (_, num_micro_batches) in zip(first_rows, first_rows[1:], shapes, strict=False)
     ]

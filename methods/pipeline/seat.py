@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 from harness.base.counted import counted
-from methods.pipeline.transport import gathered, join
+from methods.pipeline.transport import gather_messages, join
 
 
 class Offer(NamedTuple):
-    """A rank's device, as this rank alone would choose it. `kind`: the device's type. `num_local`: ranks on the rank's
-    machine that need a GPU; 0: the user named the device. `num_gpus`: GPUs that torch sees there."""
+    """A rank's device, as this rank alone would choose it. `device_type`: the device's type. `num_local_ranks`: ranks
+    on the rank's machine that need a GPU; 0: the user named the device. `num_gpus`: GPUs that torch sees there."""
 
-    kind: str
-    num_local: int = 0
+    device_type: str
+    num_local_ranks: int = 0
     num_gpus: int = 0
 
 
@@ -48,7 +48,7 @@ def take_seat(limit_seconds: float, device: int | str, local_rank: int = -1) -> 
     Raises LostPeer if a rank does not come. Raises ValueError if the script has made a process group by itself that
     cannot send tensors in host memory.
     """
-    own_device, own_offer = _offer(device, local_rank)
+    own_device, own_offer = _make_offer(device, local_rank)
     message = json.dumps(own_offer).encode()
     if dist.is_initialized():
         if "cpu:" not in (backend := dist.get_backend_config()):
@@ -56,51 +56,57 @@ def take_seat(limit_seconds: float, device: int | str, local_rank: int = -1) -> 
                 f"expected a process group with a backend for CPU tensors, which carry messages, got {backend}; try"
                 ' init_process_group("cpu:gloo,cuda:nccl"), or leave the call out'
             )
-        offers = _offers(gathered(message, dist.group.WORLD))
+        offers = _parse_offers(gather_messages(message, dist.group.WORLD))
     elif "WORLD_SIZE" in os.environ:
-        offers = _offers(join(limit_seconds, message, _backend))
+        offers = _parse_offers(join(limit_seconds, message, _choose_backend))
     else:
         offers = [own_offer]
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     note = _shortage_note(offers)
     if note and rank == 0:
         print(note, file=sys.stderr, flush=True)
-    if own_offer.num_local and any(offer.kind == "cpu" for offer in offers):
+    if own_offer.num_local_ranks and any(offer.device_type == "cpu" for offer in offers):
         own_device = torch.device("cpu")
     if own_device.type == "cuda" and own_device.index is not None:
         torch.cuda.set_device(own_device)
     return Seat(rank, world_size, own_device, note)
 
 
-def _offer(device: int | str, local_rank: int) -> tuple[torch.device, Offer]:
+def _make_offer(device: int | str, local_rank: int) -> tuple[torch.device, Offer]:
     if isinstance(device, str):
         named_device = torch.device(device)
         return named_device, Offer(named_device.type)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    number = int(os.environ.get("LOCAL_RANK", "0"))
+    gpu_number = int(os.environ.get("LOCAL_RANK", "0"))
     if device >= 0 or local_rank >= 0:
-        number = device if device >= 0 else local_rank
-    num_local = 0 if device >= 0 else max(number + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    own_device = torch.device("cuda", number) if num_gpus >= max(1, num_local) else torch.device("cpu")
-    return own_device, Offer(own_device.type, num_local, num_gpus)
+        gpu_number = device if device >= 0 else local_rank
+    num_local_ranks = 0 if device >= 0 else max(gpu_number + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    own_device = (
+        torch.device("cuda", gpu_number) if num_gpus >= max(1, num_local_ranks) else torch.device("cpu")
+    )
+    return own_device, Offer(own_device.type, num_local_ranks, num_gpus)
 
 
-def _offers(messages: list[bytes]) -> list[Offer]:
+def _parse_offers(messages: list[bytes]) -> list[Offer]:
     return [Offer(*json.loads(message)) for message in messages]
 
 
-def _backend(messages: list[bytes]) -> str:
+def _choose_backend(messages: list[bytes]) -> str:
     """Return the backend of a process group for the devices that its ranks have told. gloo alone serves tensors of any
     device."""
-    return "cpu:gloo,cuda:nccl" if {offer.kind for offer in _offers(messages)} == {"cuda"} else "gloo"
+    return (
+        "cpu:gloo,cuda:nccl"
+        if {offer.device_type for offer in _parse_offers(messages)} == {"cuda"}
+        else "gloo"
+    )
 
 
 def _shortage_note(offers: list[Offer]) -> str:
     offers_without_gpu = [
-        (rank, offer) for rank, offer in enumerate(offers) if offer.num_gpus < offer.num_local
+        (rank, offer) for rank, offer in enumerate(offers) if offer.num_gpus < offer.num_local_ranks
     ]
     if not offers_without_gpu or not any(offer.num_gpus for offer in offers):
         return ""
     rank, offer = offers_without_gpu[0]
-    counts = f"{counted(offer.num_local, 'rank')} and {counted(offer.num_gpus, 'GPU')}"
+    counts = f"{counted(offer.num_local_ranks, 'rank')} and {counted(offer.num_gpus, 'GPU')}"
     return f"all ranks compute on the CPU: each needs a GPU of its own, and the machine of rank {rank} has {counts}"

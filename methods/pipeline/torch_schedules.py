@@ -54,14 +54,14 @@ class TorchSchedule:
     def __init__(
         self, schedule: str, compute: Compute, setup: StageSetup, group: Any, note: Note = unnoted
     ) -> None:
-        self.num_micro_batches = len(setup.sizes)
+        self.num_micro_batches = len(setup.micro_batch_sizes)
         stage = NotedStage(
             NumberedModule(compute),
             setup.stage,
             setup.num_stages,
             setup.device,
-            input_args=tuple(map(_on_meta, setup.received(setup.sizes[0]))),
-            output_args=tuple(map(_on_meta, setup.sent(setup.sizes[0]) or [LOSS])),
+            input_args=tuple(map(_on_meta, setup.received(setup.micro_batch_sizes[0]))),
+            output_args=tuple(map(_on_meta, setup.sent(setup.micro_batch_sizes[0]) or [LOSS])),
             group=group or dist.group.WORLD,
         )
         stage.note = note  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from harness.core.rates import Rates
 from harness.devices import named_machines
 from harness.plan.training_place import device_source
 from methods.pipeline.config.measured_profile import measure_profile
-from methods.pipeline.config.profile import FILE as PROFILE_FILE
+from methods.pipeline.config.profile import PROFILE_FILE
 from methods.pipeline.config.simulate import Network, PipelineRun, simulate_step
 from methods.pipeline.launch.run import launch
 from methods.pipeline.schedule import SCHEDULES, SLOTS
@@ -151,7 +151,7 @@ def configure(num_gpus: int, gpus_per_vm: int, batch_size: int, as_json: bool, *
         if call["folder"] is None:
             print(f"{call['machine_name']}: {named_machines.load(call['machine_name']).about}")
         known = "--memory" if call["capacity"] else known
-        memory = f"{gib(config.capacity)} ({known})" if config.capacity else "not limited"
+        memory = f"{gib(config.capacity_bytes)} ({known})" if config.capacity_bytes else "not limited"
         print(f"memory of a device: {memory}")
         if call["folder"] is None and not call["network"]:
             print("messages and sums of gradients: 0 s (assumed; try --network)")
@@ -185,7 +185,7 @@ def _costs(call: dict[str, Any], batch_size: int) -> tuple[Profile | GptCosts, s
 def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
     """Print at most MOST_ROWS configurations, best first. The last column names what limits a configuration's speed,
     or the memory that it lacks."""
-    capacity = config.capacity or 0
+    capacity = config.capacity_bytes or 0
     names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
     cells = [
         (

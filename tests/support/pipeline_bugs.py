@@ -31,8 +31,8 @@ BUGS = [
     PipelineBug(
         "gradient_of_a_replica_dropped",
         GRADIENTS,
-        "for bucket in _buckets([*grads, numbers]):",
-        "for bucket in _buckets([*[grad.mul_(not self.groups.replica) for grad in grads], numbers]):",
+        "for bucket in _yield_buckets([*grads, numbers]):",
+        "for bucket in _yield_buckets([*[grad.mul_(not self.groups.replica) for grad in grads], numbers]):",
     ),
     PipelineBug(
         "overflow_of_a_sum_in_fp16_not_counted",
@@ -49,13 +49,13 @@ BUGS = [
     PipelineBug(
         "short_last_micro_batch_weighs_as_the_others",
         USER,
-        "self.sizes[number] / self.batch_size",
-        "1 / len(self.sizes) / self.ranks.num_replicas",
+        "self.micro_batch_sizes[micro_batch] / self.batch_size",
+        "1 / len(self.micro_batch_sizes) / self.rank_map.num_replicas",
     ),
     PipelineBug(
         "random_state_of_the_recompute_not_restored",
         "methods/pipeline/engine.py",
-        "with self._random_state_of(state):",
+        "with self._random_state_of(random_states):",
         "if True:",
     ),
 ]

@@ -26,14 +26,14 @@ from harness.base.checked_data import checked
 from harness.core.job import Workload
 from harness.core.method import Step
 from methods.pipeline.checkpoint import files
-from methods.pipeline.checkpoint.folders import COMPLETE, checkpoint_folder, find_checkpoint
+from methods.pipeline.checkpoint.folders import TABLE_FILE, checkpoint_folder, find_checkpoint
 
-PLAIN = (bool, int, float, str, list, tuple, type(None))  # types of an optimizer's options
+PLAIN_TYPES = (bool, int, float, str, list, tuple, type(None))  # types of an optimizer's options
 # optimizers that torch fuses
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-ADAMS = {"step", "exp_avg", "exp_avg_sq"}  # names of the states of Adam and AdamW
+FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+ADAM_STATES = {"step", "exp_avg", "exp_avg_sq"}  # names of the states of Adam and AdamW
 T = TypeVar("T")
-Spec: TypeAlias = tuple[torch.Size, torch.dtype] | None
+StoredSpec: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class GptProgress(Progress):
         """Return all steps up to the checkpoint. Raises ValueError if the checkpoint is of another workload, or lacks
         losses of some steps. `folder`: named in the error."""
         for name, value in asdict(workload).items():
-            if (stored := self.workload.get(name)) != value:
+            if (stored_value := self.workload.get(name)) != value:
                 raise ValueError(
-                    f"{folder}: expected a checkpoint with {name} {value}, got {stored}; try another folder"
+                    f"{folder}: expected a checkpoint with {name} {value}, got {stored_value}; try another folder"
                 )
         if len(self.loss) != self.num_steps:
             raise ValueError(
@@ -97,8 +97,8 @@ class GptProgress(Progress):
             )
         columns = (self.loss, self.grad_norm, self.loss_scales, self.skipped)
         return [
-            Step(torch.tensor(loss), torch.tensor(norm), loss_scale=of_loss, is_skipped=is_skipped)
-            for loss, norm, of_loss, is_skipped in zip(*columns, strict=True)
+            Step(torch.tensor(loss), torch.tensor(norm), loss_scale=loss_scale, is_skipped=is_skipped)
+            for loss, norm, loss_scale, is_skipped in zip(*columns, strict=True)
         ]
 
 
@@ -107,7 +107,7 @@ def read_checkpoint(folder: str | Path, step: int | None = None) -> dict[str, An
     keys of the result are `weights.NAME`, `optimizer.NAME.STATE` and, with values in JSON, `options.NAME` and
     `progress`. Raises ValueError if the folder has no complete checkpoint of this step."""
     path, _ = find_checkpoint(folder, step)
-    return _read_values(path, list(_metadata(path)))
+    return _read_values(path, list(_read_entries(path)))
 
 
 class Checkpoints:
@@ -130,11 +130,11 @@ class Checkpoints:
         self.masters, self.optimizer = masters, optimizer
         self.other_names = dict(other_names or {})
         stage, replica, num_replicas = position
-        self.written = names[replica::num_replicas]
+        self.written_names = names[replica::num_replicas]
         self.is_first = stage == 0 and replica == 0
         # The writing thread has a process group of its own, because its messages must not mix with training's messages.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.under_way: Future | None = None
+        self.pending_save: Future | None = None
 
     def save(self, folder: str | Path, step: int, progress: Mapping[str, Any]) -> Future:
         """Copy the state now; a thread writes the copy while training goes on. The checkpoint is on disk when the
@@ -143,25 +143,25 @@ class Checkpoints:
         path = checkpoint_folder(folder, step)
         if self.is_first:
             path.mkdir(parents=True, exist_ok=True)
-            (path / COMPLETE).unlink(missing_ok=True)  # no rank writes before this rank has called save()
+            (path / TABLE_FILE).unlink(missing_ok=True)  # no rank writes before this rank has called save()
         state: dict[str, Any] = {}
-        for name in self.written:
+        for name in self.written_names:
             state |= {
                 key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                for key, value in self._state(name).items()
+                for key, value in self._state_of_weight(name).items()
             }
         if self.is_first:
             state["progress"] = json.dumps(progress)
         executor = ThreadPoolExecutor(1)
-        self.under_way = executor.submit(files.write_checkpoint, state, path, self.group)
+        self.pending_save = executor.submit(files.write_checkpoint, state, path, self.group)
         executor.shutdown(wait=False)
-        return self.under_way
+        return self.pending_save
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Raises an error if it could not be written."""
-        if self.under_way is not None:
-            pending, self.under_way = self.under_way, None
-            pending.result()
+        if self.pending_save is not None:
+            pending_save, self.pending_save = self.pending_save, None
+            pending_save.result()
 
     def load(self, folder: str | Path, form: type[T], step: int | None = None) -> tuple[int, T]:
         """Read this stage's values into the masters and the optimizer. Return the checkpoint's step, and the progress
@@ -170,75 +170,84 @@ class Checkpoints:
 
         Raises ValueError, with nothing changed, if the checkpoint is of another model or was not written by this class.
         """
-        path, chosen = find_checkpoint(folder, step)
-        entries = _metadata(path)
+        path, loaded_step = find_checkpoint(folder, step)
+        entries = _read_entries(path)
         # If a shared weight was one parameter when the checkpoint was written, the checkpoint has it under only one of
         # its two names.
-        stored = {
+        stored_names = {
             name: name if f"weights.{name}" in entries else self.other_names.get(name, "")
             for name in self.masters
         }
-        if missing := [name for name, other in stored.items() if f"weights.{other}" not in entries]:
-            raise ValueError(f"{path}: expected this model's weights, got none of {', '.join(missing[:3])}")
-        wanted = ["progress"]
-        for name in stored.values():
-            wanted += [f"weights.{name}", f"options.{name}"]
-            wanted += [key for key in entries if key.startswith(f"optimizer.{name}.")]
+        if missing_names := [
+            name for name, stored_name in stored_names.items() if f"weights.{stored_name}" not in entries
+        ]:
+            raise ValueError(
+                f"{path}: expected this model's weights, got none of {', '.join(missing_names[:3])}"
+            )
+        wanted_keys = ["progress"]
+        for name in stored_names.values():
+            wanted_keys += [f"weights.{name}", f"options.{name}"]
+            wanted_keys += [key for key in entries if key.startswith(f"optimizer.{name}.")]
         for name, master in self.masters.items():
-            expected, got = _spec(master), _spec(entries[f"weights.{stored[name]}"])
+            expected, got = _spec(master), _spec(entries[f"weights.{stored_names[name]}"])
             if expected != got:
                 raise ValueError(f"{path}: {name}: expected {_spec_text(expected)}, got {_spec_text(got)}")
         with _one_line_errors(path):
             for name, master in self.masters.items():
-                self._check_state(stored[name], master, entries)
-        values = _read_values(path, wanted)
+                self._check_state(stored_names[name], master, entries)
+        values = _read_values(path, wanted_keys)
         with _one_line_errors(path):
             progress = checked(form, json.loads(values["progress"]))
             options = {
-                name: self._options(stored[name], master, values) for name, master in self.masters.items()
+                name: self._read_options(stored_names[name], master, values)
+                for name, master in self.masters.items()
             }
         for name, master in self.masters.items():
             with torch.no_grad():
-                master.copy_(values[f"weights.{stored[name]}"])
-            self._take_state(stored[name], master, values)
+                master.copy_(values[f"weights.{stored_names[name]}"])
+            self._take_state(stored_names[name], master, values)
             self._group_of(master).update(options[name])
-        return chosen, progress
+        return loaded_step, progress
 
-    def _state(self, name: str) -> dict[str, Any]:
+    def _state_of_weight(self, name: str) -> dict[str, Any]:
         master = self.masters[name]
         state: dict[str, Any] = {f"weights.{name}": master}
         state |= {
             f"optimizer.{name}.{key}": value for key, value in self.optimizer.state.get(master, {}).items()
         }
         group = self._group_of(master).items()
-        options = {key: value for key, value in group if key != "params" and isinstance(value, PLAIN)}
+        options = {key: value for key, value in group if key != "params" and isinstance(value, PLAIN_TYPES)}
         return state | {f"options.{name}": json.dumps(options)}
 
     def _check_state(self, name: str, master: nn.Parameter, entries: Mapping[str, Any]) -> None:
         """Raise ValueError unless each of the weight's states in the checkpoint has the weight's shape and dtype, or is
         a single fp32 number. torch's fused update accesses as many elements of a state as the weight has, so the update
         would read beyond the end of a smaller state."""
-        if type(self.optimizer) not in FUSED:
+        if type(self.optimizer) not in FUSED_OPTIMIZERS:
             return
         state = _without_prefix(f"optimizer.{name}.", entries)
-        if type(self.optimizer) in FUSED[:2] and state and state.keys() - {"max_exp_avg_sq"} != ADAMS:
+        if (
+            type(self.optimizer) in FUSED_OPTIMIZERS[:2]
+            and state
+            and state.keys() - {"max_exp_avg_sq"} != ADAM_STATES
+        ):
             raise ValueError(
-                f"{name}: expected optimizer states {', '.join(sorted(ADAMS))}, got {', '.join(sorted(state))}"
+                f"{name}: expected optimizer states {', '.join(sorted(ADAM_STATES))}, got {', '.join(sorted(state))}"
             )
         expected = _spec(master)
-        for key, kind in state.items():
-            is_number = _spec(kind) == (torch.Size(), torch.float32)
-            if _spec(kind) != expected and not is_number:
+        for key, entry in state.items():
+            is_number = _spec(entry) == (torch.Size(), torch.float32)
+            if _spec(entry) != expected and not is_number:
                 raise ValueError(
-                    f"{key} of {name}: expected {_spec_text(expected)}, got {_spec_text(_spec(kind))}"
+                    f"{key} of {name}: expected {_spec_text(expected)}, got {_spec_text(_spec(entry))}"
                 )
 
-    def _options(self, name: str, master: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_options(self, name: str, master: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a weight's optimizer options from the checkpoint. Raises ValueError if an option has another type than
         the optimizer's current option."""
         options, group = json.loads(values[f"options.{name}"]), self._group_of(master)
         for key, value in options.items():
-            if not isinstance(value, PLAIN) or (key in group and not _alike(value, group[key])):
+            if not isinstance(value, PLAIN_TYPES) or (key in group and not _is_alike(value, group[key])):
                 raise ValueError(
                     f"option {key} of {name}: expected a value like {group.get(key)!r:.80}, got {value!r:.80}"
                 )
@@ -248,9 +257,11 @@ class Checkpoints:
         if state := _without_prefix(f"optimizer.{name}.", values):
             # The state "step" goes where torch's optimizers keep it: on the device if the optimizer is fused, else on
             # the host.
-            self.optimizer.state[master] = {key: self._placed(value, master) for key, value in state.items()}
+            self.optimizer.state[master] = {
+                key: self._on_optimizer_device(value, master) for key, value in state.items()
+            }
 
-    def _placed(self, value: Any, master: nn.Parameter) -> Any:
+    def _on_optimizer_device(self, value: Any, master: nn.Parameter) -> Any:
         is_moved = isinstance(value, Tensor) and (value.ndim > 0 or bool(self._group_of(master).get("fused")))
         return value.to(master.device) if is_moved else value
 
@@ -267,7 +278,7 @@ def _without_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
-def _spec(value: Any) -> Spec:
+def _spec(value: Any) -> StoredSpec:
     """Return the shape and dtype of a tensor, or of a tensor's entry in a checkpoint's table of contents. Return None
     for other values."""
     if isinstance(value, TensorStorageMetadata):
@@ -275,13 +286,13 @@ def _spec(value: Any) -> Spec:
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
 
-def _spec_text(spec: Spec) -> str:
+def _spec_text(spec: StoredSpec) -> str:
     return f"{str(spec[1]).removeprefix('torch.')} of shape {tuple(spec[0])}" if spec else "no tensor"
 
 
-def _alike(value: Any, current: Any) -> bool:
+def _is_alike(value: Any, current: Any) -> bool:
     if isinstance(current, list | tuple):
-        return isinstance(value, list) and len(value) == len(current) and all(map(_alike, value, current))
+        return isinstance(value, list) and len(value) == len(current) and all(map(_is_alike, value, current))
     if value is None or current is None:  # None: torch chooses the value
         return isinstance(current if value is None else value, bool | None)
     return isinstance(value, str) if isinstance(current, str) else isinstance(value, int | float)
@@ -293,21 +304,21 @@ def _one_line_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise files.unreadable(path, error) from error
+        raise files.unreadable_error(path, error) from error
 
 
-def _metadata(path: Path) -> Mapping[str, Any]:
+def _read_entries(path: Path) -> Mapping[str, Any]:
     return files.read_table(path).state_dict_metadata
 
 
-def _read_values(path: Path, wanted: list[str]) -> dict[str, Any]:
-    entries = _metadata(path)
-    if missing := [name for name in wanted if name not in entries]:
-        raise files.unreadable(path, ValueError(f"it lacks {missing[0]}"))
+def _read_values(path: Path, wanted_keys: list[str]) -> dict[str, Any]:
+    entries = _read_entries(path)
+    if missing_keys := [key for key in wanted_keys if key not in entries]:
+        raise files.unreadable_error(path, ValueError(f"it lacks {missing_keys[0]}"))
     state: dict[str, Any] = {}
-    for name in wanted:
-        kind = _spec(entries[name])
-        state[name] = torch.empty(kind[0], dtype=kind[1]) if kind else None
+    for key in wanted_keys:
+        spec = _spec(entries[key])
+        state[key] = torch.empty(spec[0], dtype=spec[1]) if spec else None
     with warnings.catch_warnings():
         # torch warns that one process reads alone, as each rank does here
         warnings.simplefilter("ignore", UserWarning)

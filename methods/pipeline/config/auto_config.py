@@ -22,9 +22,9 @@ from harness.core.job import gib
 from harness.plan.resources import sum_sent
 from methods.pipeline.config.profile import GRADIENT_BYTES, GptCosts, Profile, read_profile
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.schedule import Pipeline, step_seconds
+from methods.pipeline.schedule import Pipeline, simulate_step_seconds
 
-AT_ONCE = 16  # number of configurations that are predicted in one simulation
+CONFIGS_AT_ONCE = 16  # number of configurations that are predicted in one simulation
 
 
 class ConfigChoice(NamedTuple):
@@ -51,7 +51,9 @@ class ConfigRow:
     update_seconds: float
     # ratio: time of a pass while all ranks of a machine compute / time of the pass alone
     crowding: float = 1.0
-    eased: float = 0.0  # seconds by which a step gets shorter for each second that the average rank waits
+    easing_ratio: float = (
+        0.0  # seconds by which a step gets shorter for each second that the average rank waits
+    )
     schedule: str = "varuna"
     step_seconds: float = nan  # predicted seconds of a step; nan until these are computed
 
@@ -67,24 +69,26 @@ class ConfigRow:
     def least_seconds(self) -> float:
         """Return a lower bound of the step time: the largest sum over the stages. A stage's sum is the wait for its
         first input from the stages below, the time of all its passes, and the time in which the stages below finish."""
-        waits, longest = 0.0, 0.0
+        wait_seconds, longest_seconds = 0.0, 0.0
         for passes in self.passes:
-            longest = max(longest, waits + self.num_micro_batches * sum(passes.values()))
-            waits += passes["F"] + passes["B"] + 2 * self.send_seconds
-        return longest + self.sum_seconds + self.update_seconds
+            longest_seconds = max(
+                longest_seconds, wait_seconds + self.num_micro_batches * sum(passes.values())
+            )
+            wait_seconds += passes["F"] + passes["B"] + 2 * self.send_seconds
+        return longest_seconds + self.sum_seconds + self.update_seconds
 
     @property
     def binds(self) -> str:
         """Return the name of the part of the predicted step that takes the most time."""
-        slowest = max(sum(passes.values()) for passes in self.passes)
+        slowest_seconds = max(sum(passes.values()) for passes in self.passes)
         crowding = max(1.0, self.crowding)
-        parts = {
-            "passes": crowding * self.num_micro_batches * slowest,
+        seconds_by_part = {
+            "passes": crowding * self.num_micro_batches * slowest_seconds,
             "replicas' sums": self.sum_seconds,
             "updates": crowding * self.update_seconds,
         }
-        parts["waits for other stages"] = self.step_seconds - sum(parts.values())
-        return max(parts, key=lambda part: parts[part])
+        seconds_by_part["waits for other stages"] = self.step_seconds - sum(seconds_by_part.values())
+        return max(seconds_by_part, key=lambda part: seconds_by_part[part])
 
 
 def predict_steps(rows: Sequence[ConfigRow]) -> list[float]:
@@ -93,24 +97,38 @@ def predict_steps(rows: Sequence[ConfigRow]) -> list[float]:
     If there are many micro-batches, the time is extrapolated from simulations of fewer: once the pipeline is full, each
     further micro-batch takes the same time.
     """
-    sizes: list[list[int]] = []  # for each configuration: the numbers of micro-batches that are simulated
+    numbers_simulated: list[
+        list[int]
+    ] = []  # for each configuration: the numbers of micro-batches that are simulated
     pipelines: list[Pipeline] = []
     for row in rows:
-        many = max(2 * row.num_stages, 64)
-        sizes.append([many // 2, many] if row.num_micro_batches > many else [row.num_micro_batches])
-        pipelines += [(row.passes, number, row.send_seconds) for number in sizes[-1]]
-    simulated = iter(step_seconds(rows[0].schedule, pipelines))
-    predicted = []
-    for row, numbers in zip(rows, sizes, strict=True):
-        *half, seconds = (next(simulated) for _ in numbers)
-        if half:
-            seconds += (seconds - half[0]) / (numbers[1] - numbers[0]) * (row.num_micro_batches - numbers[1])
+        full_number = max(2 * row.num_stages, 64)
+        numbers_simulated.append(
+            [full_number // 2, full_number]
+            if row.num_micro_batches > full_number
+            else [row.num_micro_batches]
+        )
+        pipelines += [
+            (row.passes, num_micro_batches, row.send_seconds) for num_micro_batches in numbers_simulated[-1]
+        ]
+    simulated_seconds = iter(simulate_step_seconds(rows[0].schedule, pipelines))
+    predicted_seconds = []
+    for row, numbers_of_row in zip(rows, numbers_simulated, strict=True):
+        *half_seconds, seconds = (next(simulated_seconds) for _ in numbers_of_row)
+        if half_seconds:
+            seconds += (
+                (seconds - half_seconds[0])
+                / (numbers_of_row[1] - numbers_of_row[0])
+                * (row.num_micro_batches - numbers_of_row[1])
+            )
         # Ranks that wait leave their share of the cores to the ranks that compute.
-        busy = row.num_micro_batches * sum(sum(passes.values()) for passes in row.passes) / row.num_stages
-        seconds = max(seconds, row.crowding * seconds - row.eased * (seconds - busy))
+        busy_seconds = (
+            row.num_micro_batches * sum(sum(passes.values()) for passes in row.passes) / row.num_stages
+        )
+        seconds = max(seconds, row.crowding * seconds - row.easing_ratio * (seconds - busy_seconds))
         seconds += row.sum_seconds + row.update_seconds * max(1.0, row.crowding)
-        predicted.append(max(seconds, row.least_seconds))
-    return predicted
+        predicted_seconds.append(max(seconds, row.least_seconds))
+    return predicted_seconds
 
 
 def _with_step_seconds(rows: Sequence[ConfigRow]) -> list[ConfigRow]:
@@ -141,10 +159,10 @@ class AutoConfig:
         schedule: str = "varuna",
         takes_all: bool = False,
     ) -> None:
-        numbers = {"num_gpus": num_gpus, "gpus_per_vm": gpus_per_vm, "batch_size": batch_size}
+        values_by_name = {"num_gpus": num_gpus, "gpus_per_vm": gpus_per_vm, "batch_size": batch_size}
         if gpu_memory_capacity is not None:
-            numbers["gpu_memory_capacity"] = gpu_memory_capacity
-        for name, value in numbers.items():
+            values_by_name["gpu_memory_capacity"] = gpu_memory_capacity
+        for name, value in values_by_name.items():
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         self.num_gpus, self.gpus_per_vm, self.batch_size = num_gpus, gpus_per_vm, batch_size
@@ -152,11 +170,13 @@ class AutoConfig:
         self.costs = (
             read_profile(profile_folder) if isinstance(profile_folder, str | Path) else profile_folder
         )
-        self.capacity = gpu_memory_capacity or self.costs.device_bytes
+        self.capacity_bytes = gpu_memory_capacity or self.costs.device_bytes
         messages, is_one_machine = self.costs.messages, num_gpus <= gpus_per_vm
-        alike = [message for message in messages if message.is_one_machine == is_one_machine] or messages
-        self._messages = [(message.num_bytes, message.seconds) for message in alike]
-        self._rows = [row for size in self.costs.sizes for row in self._of_size(size)]
+        like_messages = [
+            message for message in messages if message.is_one_machine == is_one_machine
+        ] or messages
+        self._messages = [(message.num_bytes, message.seconds) for message in like_messages]
+        self._rows = [row for chunk_size in self.costs.sizes for row in self._configs_of_size(chunk_size)]
         if not self._rows:
             raise ValueError(
                 f"expected a profiled micro-batch size of at most {batch_size}, the batch size, got"
@@ -177,20 +197,20 @@ class AutoConfig:
         """Return the fastest configuration that fits. Among equally fast configurations take the one with the largest
         micro-batches. If no times are known, take the one with the most stages, and then the smallest micro-batches,
         which keep the stages busy. Raises ValueError if no configuration fits."""
-        fitting = [row for row in self._rows if row.fits]
-        if not fitting:
+        fitting_rows = [row for row in self._rows if row.fits]
+        if not fitting_rows:
             raise ValueError(self.why_not())
         if not self.costs.is_timed:
-            return max(fitting, key=_stages_and_size)
+            return max(fitting_rows, key=_sort_key_without_times)
         best: ConfigRow | None = None
-        fitting.sort(key=lambda row: row.least_seconds)
-        for start in range(0, len(fitting), AT_ONCE):
-            rows = fitting[start : start + AT_ONCE]
+        fitting_rows.sort(key=lambda row: row.least_seconds)
+        for start in range(0, len(fitting_rows), CONFIGS_AT_ONCE):
+            rows = fitting_rows[start : start + CONFIGS_AT_ONCE]
             if best:
                 rows = [row for row in rows if _may_be_better(row.least_seconds, best)]
             if not rows:
                 break
-            best = min([*_with_step_seconds(rows), *([best] if best else [])], key=_seconds_and_size)
+            best = min([*_with_step_seconds(rows), *([best] if best else [])], key=_sort_key)
         assert best is not None
         return best
 
@@ -202,13 +222,16 @@ class AutoConfig:
     def why_not(self) -> str:
         """Return, in one line, why no configuration fits: how much memory is missing for the configuration that needs
         the least, and what to try."""
-        least, capacity = self.least(), self.capacity or 0
-        tries = ["more devices" if least.num_stages == self.num_gpus else "more CutPoints"]
-        tries += ["smaller micro-batches"] * (least.chunk_size > min(row.chunk_size for row in self._rows))
+        least_row, capacity_bytes = self.least(), self.capacity_bytes or 0
+        remedies = ["more devices" if least_row.num_stages == self.num_gpus else "more CutPoints"]
+        remedies += ["smaller micro-batches"] * (
+            least_row.chunk_size > min(row.chunk_size for row in self._rows)
+        )
+        lacking_bytes = least_row.device_bytes - capacity_bytes
         return (
-            f"nothing fits: in {counted(least.num_stages, 'stage')} of micro-batches of {least.chunk_size} a device"
-            f" needs {gib(least.device_bytes)} of memory, {gib(least.device_bytes - capacity)} more than the"
-            f" {gib(capacity)} there are; try {', '.join(tries)}, devices of more memory or a smaller model"
+            f"nothing fits: in {counted(least_row.num_stages, 'stage')} of micro-batches of {least_row.chunk_size} a"
+            f" device needs {gib(least_row.device_bytes)} of memory, {gib(lacking_bytes)} more than the"
+            f" {gib(capacity_bytes)} there are; try {', '.join(remedies)}, devices of more memory or a smaller model"
         )
 
     def table(self) -> list[ConfigRow]:
@@ -216,49 +239,50 @@ class AutoConfig:
         least memory first."""
         return sorted(
             _with_step_seconds(self._rows),
-            key=lambda row: (not row.fits, *(_seconds_and_size(row) if row.fits else (row.device_bytes,))),
+            key=lambda row: (not row.fits, *(_sort_key(row) if row.fits else (row.device_bytes,))),
         )
 
-    def _of_size(self, size: int) -> Iterator[ConfigRow]:
-        """Yield the configurations with micro-batches of `size` samples, at most one for each number of stages.
+    def _configs_of_size(self, chunk_size: int) -> Iterator[ConfigRow]:
+        """Yield the configurations with micro-batches of `chunk_size` samples, at most one for each number of stages.
         Replicas get equal parts of the batch, so the number of replicas divides the batch size."""
-        numbers = range(1, self.num_gpus + 1) if self.num_stages is None else self.num_stages
-        for number, cuts in self.costs.cuts(size, numbers).items():
-            most = self.num_gpus // number
-            counts = [most] if self.takes_all else range(most, 0, -1)
-            num_replicas = next((count for count in counts if count and self.batch_size % count == 0), 0)
-            share = self.batch_size // num_replicas if num_replicas else 0
-            is_even = num_replicas * number == self.num_gpus and share % size == 0
-            if share < size or (self.takes_all and not is_even):
+        stage_counts = range(1, self.num_gpus + 1) if self.num_stages is None else self.num_stages
+        for num_stages, cuts in self.costs.cuts(chunk_size, stage_counts).items():
+            most_replicas = self.num_gpus // num_stages
+            replica_counts = [most_replicas] if self.takes_all else range(most_replicas, 0, -1)
+            num_replicas = next(
+                (count for count in replica_counts if count and self.batch_size % count == 0), 0
+            )
+            replica_samples = self.batch_size // num_replicas if num_replicas else 0
+            is_even = num_replicas * num_stages == self.num_gpus and replica_samples % chunk_size == 0
+            if replica_samples < chunk_size or (self.takes_all and not is_even):
                 continue
-            if self.schedule != "1f1b" or -(-share // size) >= number:
-                yield self._row(size, cuts, num_replicas)
+            if self.schedule != "1f1b" or -(-replica_samples // chunk_size) >= num_stages:
+                yield self._config(chunk_size, cuts, num_replicas)
 
-    def _row(self, size: int, cuts: list[int], num_replicas: int) -> ConfigRow:
-        stages = self.costs.stages(size, cuts, self.batch_size, num_replicas)
-        need = max(stage.device_bytes for stage in stages)
-        num_served, num_local = (
-            self.costs.num_served or inf,
-            min(self.gpus_per_vm, len(stages) * num_replicas),
-        )
-        sends = [
-            _interpolated(self._messages, stage.sent_bytes) + stage.copy_seconds for stage in stages[:-1]
+    def _config(self, chunk_size: int, cuts: list[int], num_replicas: int) -> ConfigRow:
+        stages = self.costs.stages(chunk_size, cuts, self.batch_size, num_replicas)
+        device_bytes = max(stage.device_bytes for stage in stages)
+        num_served = self.costs.num_served or inf
+        num_local = min(self.gpus_per_vm, len(stages) * num_replicas)
+        message_seconds = [
+            _interpolate_seconds(self._messages, stage.sent_bytes) + stage.copy_seconds
+            for stage in stages[:-1]
         ]
-        summed = GRADIENT_BYTES * max(stage.num_params for stage in stages)
+        summed_bytes = GRADIENT_BYTES * max(stage.num_params for stage in stages)
         return ConfigRow(
             num_stages=len(stages),
             num_replicas=num_replicas,
-            chunk_size=size,
-            num_micro_batches=-(-self.batch_size // num_replicas // size),
-            device_bytes=need,
-            fits=self.capacity is None or need <= self.capacity,
+            chunk_size=chunk_size,
+            num_micro_batches=-(-self.batch_size // num_replicas // chunk_size),
+            device_bytes=device_bytes,
+            fits=self.capacity_bytes is None or device_bytes <= self.capacity_bytes,
             cuts=tuple(cuts),
             passes=tuple(stage.passes for stage in stages),
-            send_seconds=max(sends, default=0.0),
-            sum_seconds=self._sum_seconds(summed, num_replicas),
+            send_seconds=max(message_seconds, default=0.0),
+            sum_seconds=self._sum_seconds(summed_bytes, num_replicas),
             update_seconds=max(stage.update_seconds for stage in stages),
             crowding=self.costs.crowding + (num_local - self.costs.num_ranks) / num_served,
-            eased=num_local / num_served,
+            easing_ratio=num_local / num_served,
             schedule=self.schedule,
         )
 
@@ -269,14 +293,15 @@ class AutoConfig:
         sums = self.costs.sums
         if num_ranks == 1 or not sums:
             return 0.0
-        like = min((ring.num_ranks for ring in sums), key=lambda count: abs(count - num_ranks))
-        seconds = _interpolated(
-            [(ring.num_bytes, ring.seconds) for ring in sums if ring.num_ranks == like], num_bytes
+        nearest_num_ranks = min((ring.num_ranks for ring in sums), key=lambda count: abs(count - num_ranks))
+        seconds = _interpolate_seconds(
+            [(ring.num_bytes, ring.seconds) for ring in sums if ring.num_ranks == nearest_num_ranks],
+            num_bytes,
         )
-        return seconds * sum_sent(1, num_ranks) / sum_sent(1, like)
+        return seconds * sum_sent(1, num_ranks) / sum_sent(1, nearest_num_ranks)
 
 
-def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
+def _sort_key(row: ConfigRow) -> tuple[float, int]:
     """Return a sort key: the rounded seconds, then the size of micro-batches, largest first."""
     return float(f"{row.step_seconds:.9g}"), -row.chunk_size
 
@@ -284,25 +309,25 @@ def _seconds_and_size(row: ConfigRow) -> tuple[float, int]:
 def _may_be_better(seconds: float, best: ConfigRow) -> bool:
     """Return whether a configuration whose step takes at least `seconds`, perhaps more, can still be better than
     `best`."""
-    return float(f"{seconds:.9g}") <= _seconds_and_size(best)[0]
+    return float(f"{seconds:.9g}") <= _sort_key(best)[0]
 
 
-def _stages_and_size(row: ConfigRow) -> tuple[int, int]:
+def _sort_key_without_times(row: ConfigRow) -> tuple[int, int]:
     """Return a sort key for use without times; the row with the largest key is chosen. This row has the most stages and
     then the smallest micro-batches. Among rows with a single stage, the one with the largest micro-batches is chosen,
     because small ones would gain nothing."""
     return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
 
 
-def _interpolated(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
+def _interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
     """Return the seconds for `num_bytes`, from measured points (bytes, seconds). Between two points interpolate; beyond
     the last point go in proportion to the bytes; before the first take its seconds. Without points return 0.0."""
-    below = max((point for point in points if point[0] <= num_bytes), default=None)
-    above = min((point for point in points if point[0] > num_bytes), default=None)
-    if below is None or above is None:
-        known = below or above
-        if known is None:
+    point_below = max((point for point in points if point[0] <= num_bytes), default=None)
+    point_above = min((point for point in points if point[0] > num_bytes), default=None)
+    if point_below is None or point_above is None:
+        only_point = point_below or point_above
+        if only_point is None:
             return 0.0
-        return known[1] * max(1.0, num_bytes / known[0])
-    share = (num_bytes - below[0]) / (above[0] - below[0])
-    return below[1] + share * (above[1] - below[1])
+        return only_point[1] * max(1.0, num_bytes / only_point[0])
+    share = (num_bytes - point_below[0]) / (point_above[0] - point_below[0])
+    return point_below[1] + share * (point_above[1] - point_below[1])

@@ -23,7 +23,7 @@ from methods.pipeline.config.profiler import Profiler
 from methods.pipeline.cut_model import CutModel
 
 
-def measure(order: dict[str, Any]) -> str:
+def measure_model(order: dict[str, Any]) -> str:
     """Measure the model as one rank; rank 0 writes the profile. Return the note of this rank's Seat. The environment
     variables of torchrun name the other ranks' address. `order`: the request of `./run.sh varuna profile`. Raises
     ValueError if the order's device is cuda, but a rank has no GPU of its own."""
@@ -63,14 +63,14 @@ def measure_as_rank(order: dict[str, Any], environment: dict[str, str], report_f
     one line, to the file descriptor `report_fd`. Raises that error."""
     os.environ |= environment
     try:
-        os.write(report_fd, measure(order).encode())
+        os.write(report_fd, measure_model(order).encode())
     except Exception as error:
-        os.write(report_fd, one_line(error).encode())
+        os.write(report_fd, one_line_error(error).encode())
         raise
     return 0
 
 
-def one_line(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """Return the error as one line, because `varuna profile` shows only the last line of an error, and an error of CUDA
     has several lines."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:4000]
@@ -82,10 +82,10 @@ def main() -> None:
     num_ranks, messages = order["num_ranks"], dict[int, str]()
     if num_ranks == 1:
         try:
-            messages[0] = measure(order)
+            messages[0] = measure_model(order)
         except Exception as error:
             traceback.print_exc()
-            sys.exit(one_line(error))
+            sys.exit(one_line_error(error))
     else:
         agent = OneRound(lambda rank, data: messages.update({rank: data.decode(errors="replace")}))
         exit_codes_of_failed = agent.meet(partial(measure_as_rank, order), num_ranks, num_ranks, Rendezvous())

@@ -16,7 +16,8 @@ from harness.core.rates import Rates
 from harness.plan.resources import OPTIMIZER_BYTES, pass_seconds
 from methods.shared.memory_needs import saved_boundaries
 
-IN_FLIGHT = 4  # most messages of one kind that a rank sends or receives at once, as in transport.py
+# most messages of one kind that a rank sends or receives at once, as in the original Varuna
+MOST_MESSAGES_IN_FLIGHT = 4
 BUCKET_BYTES = 2**25  # bytes of gradients that replicas sum at once
 
 
@@ -60,33 +61,37 @@ class PipelineShape(NamedTuple):
 def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
     """Return the model's stages, in order, cut so that the longest stage takes as little time as possible. Each stage
     has at least one layer, except that the last stage may have only the head."""
-    flops = [_flops(workload, stage, num_stages) for stage in range(num_stages)]
+    flops = [_flops_of_layer_and_others(workload, stage, num_stages) for stage in range(num_stages)]
     least_layers = [int(stage < num_stages - 1 or num_stages == 1) for stage in range(num_stages)]
 
     def counts(bound: float) -> list[int]:
         pairs = zip(flops, least_layers, strict=True)
         return [
-            max(least_of_stage, math.floor((bound - other_flops) / layer))
-            for (layer, other_flops), least_of_stage in pairs
+            max(least_of_stage, math.floor((bound - other_flops) / layer_flops))
+            for (layer_flops, other_flops), least_of_stage in pairs
         ]
 
-    low = 0.0
-    high = sum(layer for layer, _ in flops) * workload.num_layers + sum(
+    low_bound = 0.0
+    high_bound = sum(layer_flops for layer_flops, _ in flops) * workload.num_layers + sum(
         other_flops for _, other_flops in flops
     )
     for _ in range(64):
-        middle = (low + high) / 2
-        low, high = (low, middle) if sum(counts(middle)) >= workload.num_layers else (middle, high)
-    num_layers_of = counts(high)
+        middle_bound = (low_bound + high_bound) / 2
+        low_bound, high_bound = (
+            (low_bound, middle_bound)
+            if sum(counts(middle_bound)) >= workload.num_layers
+            else (middle_bound, high_bound)
+        )
+    num_layers_of = counts(high_bound)
     for _ in range(sum(num_layers_of) - workload.num_layers):
         movable = [stage for stage in range(num_stages) if num_layers_of[stage] > least_layers[stage]]
         num_layers_of[
             max(movable, key=lambda stage: num_layers_of[stage] * flops[stage][0] + flops[stage][1])
         ] -= 1
-    stages, start = [], 0
+    stages, first_layer = [], 0
     for stage, num_layers in enumerate(num_layers_of):
-        stages.append(GptStage(start, num_layers, stage == 0, stage == num_stages - 1))
-        start += num_layers
+        stages.append(GptStage(first_layer, num_layers, stage == 0, stage == num_stages - 1))
+        first_layer += num_layers
     return tuple(stages)
 
 
@@ -119,7 +124,7 @@ def passes_of(
     }
 
 
-def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:
+def _flops_of_layer_and_others(workload: Workload, stage: int, num_stages: int) -> tuple[float, float]:
     """Return the FLOPs of one layer of this stage, over all its passes, and the FLOPs of everything beside the layers.
     The last stage is counted without a recompute, as in Varuna."""
     is_last = stage == num_stages - 1
@@ -128,97 +133,113 @@ def _flops(workload: Workload, stage: int, num_stages: int) -> tuple[float, floa
     return layer["F"] + layer["B"] + layer["R"] * (not is_last), flops_beside
 
 
-def stage_bytes(workload: Workload, stage: GptStage, number: int, shape: PipelineShape) -> dict[str, int]:
-    """Return the bytes that a rank with this stage needs, by kind. `number`: the stage's number."""
+def stage_bytes(
+    workload: Workload, stage: GptStage, stage_number: int, shape: PipelineShape
+) -> dict[str, int]:
+    """Return the bytes that a rank with this stage needs, by kind. `stage_number`: the stage's number."""
     num_micro_batches = -(-workload.batch_size // shape.num_replicas // shape.chunk_size)
-    part = replace(workload, batch_size=shape.chunk_size, micro_batches=1)
-    params = stage.num_params(workload)
+    micro_batch = replace(workload, batch_size=shape.chunk_size, micro_batches=1)
+    num_params = stage.num_params(workload)
     if shape.schedule == "varuna" or shape.num_stages == 1:
-        moments = _moments_of_recompute(part, stage, num_micro_batches, is_alone=shape.num_stages == 1)
-        messages = 0 if shape.num_stages == 1 else 2 * IN_FLIGHT * part.boundary_bytes
+        moment_bytes = _moments_of_recompute(
+            micro_batch, stage, num_micro_batches, is_alone=shape.num_stages == 1
+        )
+        message_bytes = (
+            0 if shape.num_stages == 1 else 2 * MOST_MESSAGES_IN_FLIGHT * micro_batch.boundary_bytes
+        )
     else:
         num_under_way = num_micro_batches
         if shape.schedule != "gpipe":
-            num_under_way = min(shape.num_stages - number, num_micro_batches)
-        moments = _moments_of_graphs(part, stage, num_under_way)
+            num_under_way = min(shape.num_stages - stage_number, num_micro_batches)
+        moment_bytes = _moments_of_graphs(micro_batch, stage, num_under_way)
         # For each micro-batch torch has a buffer for the input from the stage below, and one for the gradient from the
         # stage above.
-        messages = num_micro_batches * part.boundary_bytes * ((not stage.is_first) + (not stage.is_last))
+        message_bytes = (
+            num_micro_batches * micro_batch.boundary_bytes * ((not stage.is_first) + (not stage.is_last))
+        )
     # gradients that replicas sum
-    moments.append(0 if shape.num_replicas == 1 else min(4 * params, BUCKET_BYTES))
+    moment_bytes.append(0 if shape.num_replicas == 1 else min(4 * num_params, BUCKET_BYTES))
     return {
-        "weights": workload.weight_bytes * params,
-        "gradients": 4 * params,
-        "optimizer": OPTIMIZER_BYTES[workload.dtype] * params,
-        "activations": max(moments) + part.given_bytes,
-        "buffers": messages,
+        "weights": workload.weight_bytes * num_params,
+        "gradients": 4 * num_params,
+        "optimizer": OPTIMIZER_BYTES[workload.dtype] * num_params,
+        "activations": max(moment_bytes) + micro_batch.given_bytes,
+        "buffers": message_bytes,
     }
 
 
 def _moments_of_recompute(
-    part: Workload, stage: GptStage, num_micro_batches: int, *, is_alone: bool
+    micro_batch: Workload, stage: GptStage, num_micro_batches: int, *, is_alone: bool
 ) -> list[int]:
     """Return the bytes of activations at moments of a step of Varuna. A stage keeps its inputs for all micro-batches,
-    and all that the backward pass of a single micro-batch needs. `part`: the workload of one micro-batch. `is_alone`:
-    True: the pipeline has no other stage."""
-    boundary, per_layer, embedding = part.boundary_bytes, saved_boundaries(part), _embedding_bytes(part)
-    saved_bytes = math.ceil(per_layer * stage.num_layers) * boundary
-    input_bytes = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary
-    layer = part.layer_bytes - math.floor(per_layer) * boundary if stage.num_layers else 0
-    head = part.head_bytes if stage.is_last else 0
+    and all that the backward pass of a single micro-batch needs. `micro_batch`: the workload of one micro-batch.
+    `is_alone`: True: the pipeline has no other stage."""
+    boundary_bytes, per_layer, embedding_bytes = (
+        micro_batch.boundary_bytes,
+        saved_boundaries(micro_batch),
+        _embedding_bytes(micro_batch),
+    )
+    saved_bytes = math.ceil(per_layer * stage.num_layers) * boundary_bytes
+    input_bytes = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary_bytes
+    layer_bytes = micro_batch.layer_bytes - math.floor(per_layer) * boundary_bytes if stage.num_layers else 0
+    head_bytes = micro_batch.head_bytes if stage.is_last else 0
     # A tied head's gradient is kept until the gradient of the embedding's look-up is added to it.
-    tied_bytes = embedding if is_alone and part.anatomy.is_tied else 0
+    tied_bytes = embedding_bytes if is_alone and micro_batch.anatomy.is_tied else 0
     return [
-        input_bytes + saved_bytes + max(layer + tied_bytes, head),
-        (embedding + tied_bytes + 4 * boundary) * stage.is_first,
+        input_bytes + saved_bytes + max(layer_bytes + tied_bytes, head_bytes),
+        (embedding_bytes + tied_bytes + 4 * boundary_bytes) * stage.is_first,
     ]
 
 
-def _moments_of_graphs(part: Workload, stage: GptStage, num_under_way: int) -> list[int]:
+def _moments_of_graphs(micro_batch: Workload, stage: GptStage, num_under_way: int) -> list[int]:
     """Return the bytes of activations at moments of a step of torch's schedules. A stage keeps each layer's input for
     every micro-batch under way; the last stage also keeps the head's gradients, which are computed with the loss.
-    `part`: the workload of one micro-batch. `ahead`: most micro-batches under way."""
-    boundary, embedding = part.boundary_bytes, _embedding_bytes(part)
+    `micro_batch`: the workload of one micro-batch. `num_under_way`: most micro-batches under way."""
+    boundary_bytes, embedding_bytes = micro_batch.boundary_bytes, _embedding_bytes(micro_batch)
     kept_bytes = (
-        num_under_way * (stage.num_layers + 1) * boundary
-        + (num_under_way - 1) * (embedding + boundary) * stage.is_last
+        num_under_way * (stage.num_layers + 1) * boundary_bytes
+        + (num_under_way - 1) * (embedding_bytes + boundary_bytes) * stage.is_last
     )
-    layer = part.layer_bytes if stage.num_layers else 0
-    head = part.head_bytes if stage.is_last else 0
-    return [kept_bytes + max(layer, head), (kept_bytes + embedding + 2 * boundary) * stage.is_first]
+    layer_bytes = micro_batch.layer_bytes if stage.num_layers else 0
+    head_bytes = micro_batch.head_bytes if stage.is_last else 0
+    return [
+        kept_bytes + max(layer_bytes, head_bytes),
+        (kept_bytes + embedding_bytes + 2 * boundary_bytes) * stage.is_first,
+    ]
 
 
 def _embedding_bytes(workload: Workload) -> int:
     return workload.weight_bytes * max(map(math.prod, workload.anatomy.embedding.values()))
 
 
-def group(
-    below: Sequence[float], last: Sequence[float], has_parameters: Sequence[bool]
+def group_sections(
+    costs_below: Sequence[float], costs_of_last: Sequence[float], has_parameters: Sequence[bool]
 ) -> list[list[int] | None]:
     """Return, for 1, 2, ... stages, the active cuts that make the longest stage as short as possible. Cuts are counted
     from 0. An entry is None if a stage would have no parameters.
 
-    `below`: each section's cost in a stage that is not the last. `last`: each section's cost in the last stage.
+    `costs_below`: each section's cost in a stage that is not the last. `costs_of_last`: each section's cost in the last
+    stage.
     """
-    num_sections = len(below)
-    costs, last_costs = [0, *accumulate(below)], [0, *accumulate(last)]
+    num_sections = len(costs_below)
+    sums_below, sums_of_last = [0, *accumulate(costs_below)], [0, *accumulate(costs_of_last)]
     num_weighing = [0, *accumulate(map(int, has_parameters))]  # sections with parameters before each section
     # best[end]: for the sections before `end`, grouped into as many stages as the loop has reached: the cost of the
     # longest stage, and the first section of each stage
-    best: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * num_sections]
+    best_groupings: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * num_sections]
     cuts: list[list[int] | None] = []
 
-    def shortest(end: int, sums: Sequence[float]) -> tuple[float, list[int]]:
-        options = (
-            (max(best[start][0], sums[end] - sums[start]), start)
+    def shortest(end: int, cost_sums: Sequence[float]) -> tuple[float, list[int]]:
+        choices = (
+            (max(best_groupings[start][0], cost_sums[end] - cost_sums[start]), start)
             for start in range(end)
             if num_weighing[end] > num_weighing[start]
         )
-        longest, start = min(options, default=(math.inf, 0))
-        return longest, [*best[start][1], start]
+        longest, start = min(choices, default=(math.inf, 0))
+        return longest, [*best_groupings[start][1], start]
 
     for _ in range(num_sections):
-        longest, starts = shortest(num_sections, last_costs)
+        longest, starts = shortest(num_sections, sums_of_last)
         cuts.append([start - 1 for start in starts[1:]] if longest < math.inf else None)
-        best = [(math.inf, []), *(shortest(end, costs) for end in range(1, num_sections + 1))]
+        best_groupings = [(math.inf, []), *(shortest(end, sums_below) for end in range(1, num_sections + 1))]
     return cuts

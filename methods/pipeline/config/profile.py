@@ -22,13 +22,13 @@ from methods.pipeline.config.partition import (
     BUCKET_BYTES,
     PipelineShape,
     gpt_stages,
-    group,
+    group_sections,
     passes_of,
     stage_bytes,
 )
 from methods.pipeline.schedule import SLOTS
 
-FILE = "profile.json"
+PROFILE_FILE = "profile.json"
 GRADIENT_BYTES = 4  # bytes per parameter of the gradients that replicas sum
 # Bytes per parameter, by dtype: weight, gradient and Adam's state.
 STATE_BYTES = {
@@ -125,24 +125,26 @@ class Profile:
         """Return the sizes of micro-batches, in samples, for which every section has a cost."""
         return sorted(set.intersection(*({cost.size for cost in section.costs} for section in self.sections)))
 
-    def at(self, size: int) -> list[SectionCost]:
+    def costs_at(self, size: int) -> list[SectionCost]:
         """Return each section's cost for micro-batches of `size` samples."""
         return [next(cost for cost in section.costs if cost.size == size) for section in self.sections]
 
     def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
         """Return, for each number of stages in `numbers`, the cuts that make the longest stage as short as possible. A
         number for which there are no possible cuts is left out."""
-        costs = self.at(size)
-        below = [cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs]
-        last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
+        costs = self.costs_at(size)
+        seconds_below = [
+            cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs
+        ]
+        seconds_of_last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
         has_parameters = [section.num_params > 0 for section in self.sections]
-        groupings = enumerate(group(below, last, has_parameters), start=1)
+        groupings = enumerate(group_sections(seconds_below, seconds_of_last, has_parameters), start=1)
         return {number: cuts for number, cuts in groupings if cuts is not None and number in numbers}
 
     def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
         """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of
         all replicas."""
-        costs, num_micro_batches = self.at(size), -(-batch_size // num_replicas // size)
+        costs, num_micro_batches = self.costs_at(size), -(-batch_size // num_replicas // size)
         starts, stages = [0, *(cut + 1 for cut in cuts)], []
         for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
             sections, stage_costs = self.sections[start:end], costs[start:end]
@@ -150,15 +152,15 @@ class Profile:
             # A stage keeps the tensors that it has received for all micro-batches. The last stage completes each
             # micro-batch at once, so it keeps the tensors of a single one.
             num_kept = 1 if is_last else num_micro_batches
-            received = costs[start - 1].activation_bytes * num_kept if number else 0
-            summed = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
-            state = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params
+            received_bytes = costs[start - 1].activation_bytes * num_kept if number else 0
+            summed_bytes = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
+            state_bytes = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params
             stages.append(
                 StageCost(
-                    _passes(stage_costs, is_last=is_last),
+                    _pass_seconds(stage_costs, is_last=is_last),
                     num_params,
                     sum(section.update_seconds for section in sections),
-                    state + max(received + _graph_bytes(stage_costs), summed),
+                    state_bytes + max(received_bytes + _graph_bytes(stage_costs), summed_bytes),
                     stage_costs[-1].activation_bytes,
                     stage_costs[-1].copy_seconds,
                 )
@@ -166,13 +168,13 @@ class Profile:
         return stages
 
     def write(self, folder: str | Path) -> Path:
-        path = Path(folder) / FILE
+        path = Path(folder) / PROFILE_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         return path
 
 
-def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
+def _pass_seconds(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
     forward, recompute, backward = (
         sum(getattr(cost, f"{name}_seconds") for cost in costs)
         for name in ("forward", "recompute", "backward")
@@ -185,16 +187,16 @@ def _passes(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
 def _graph_bytes(costs: Sequence[SectionCost]) -> int:
     """Return the peak bytes of a micro-batch's passes through these sections. The peak is the largest sum of a
     section's own peak and the bytes that the sections before it keep."""
-    kept, peak = 0, 0
+    kept_bytes, peak_bytes = 0, 0
     for cost in costs:
-        peak = max(peak, kept + cost.peak_bytes)
-        kept += cost.saved_bytes
-    return peak
+        peak_bytes = max(peak_bytes, kept_bytes + cost.peak_bytes)
+        kept_bytes += cost.saved_bytes
+    return peak_bytes
 
 
 def read_profile(folder: str | Path) -> Profile:
     """Read the profile in this folder. Raises ValueError if there is no profile or it is not valid."""
-    path = Path(folder) / FILE
+    path = Path(folder) / PROFILE_FILE
     try:
         data: Any = read_json(path)
         return checked(Profile, data)
@@ -236,35 +238,45 @@ class GptCosts:
         """Return, for each possible number of stages among `numbers`, the cuts that make the longest stage as short as
         possible. Cut n is after layer n."""
         # at most one stage for each layer, and one for the head
-        possible = range(1, self.workload.num_layers + 2)
+        possible_numbers = range(1, self.workload.num_layers + 2)
         cuts = {}
-        for number in numbers:
-            if number in possible:
-                stages = gpt_stages(self.workload, number)
-                cuts[number] = [stage.layers.stop - 1 for stage in stages[:-1]]
+        for num_stages in numbers:
+            if num_stages in possible_numbers:
+                stages = gpt_stages(self.workload, num_stages)
+                cuts[num_stages] = [stage.layers.stop - 1 for stage in stages[:-1]]
         return cuts
 
     def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
         """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of
         all replicas."""
-        whole = replace(self.workload, batch_size=batch_size, micro_batches=1)
+        batch_workload = replace(self.workload, batch_size=batch_size, micro_batches=1)
         stages, costs = gpt_stages(self.workload, len(cuts) + 1), []
         shape = PipelineShape(len(stages), num_replicas, size, self.schedule)
-        for number, stage in enumerate(stages):
-            needs = stage_bytes(whole, stage, number, shape)
-            count, update, passes = stage.num_params(self.workload), 0.0, dict.fromkeys(SLOTS, 0.0)
+        for stage_number, stage in enumerate(stages):
+            needed_bytes = stage_bytes(batch_workload, stage, stage_number, shape)
+            num_params, update_seconds, passes = (
+                stage.num_params(self.workload),
+                0.0,
+                dict.fromkeys(SLOTS, 0.0),
+            )
             if self.rates:
                 passes = passes_of(self.workload, stage, size, self.rates, self.num_sharing)
-                update = self.num_sharing * device_update_seconds(count, self.workload, self.rates)
+                update_seconds = self.num_sharing * device_update_seconds(
+                    num_params, self.workload, self.rates
+                )
             if stage.is_last and self.schedule == "varuna":
                 # the last stage does not recompute: its forward pass keeps what backward needs
                 passes["R"] = 0.0
-            sent = 0 if stage.is_last else self._sent_bytes(size)
-            copied = 0.0
+            sent_bytes = 0 if stage.is_last else self._sent_bytes(size)
+            copied_seconds = 0.0
             if self.schedule == "varuna" and self.rates and not self.rates.is_host:
                 # elsewhere NCCL needs no copies
-                copied = copy_seconds(2 * sent, self.rates)
-            costs.append(StageCost(passes, count, update, sum(needs.values()), sent, copied))
+                copied_seconds = copy_seconds(2 * sent_bytes, self.rates)
+            costs.append(
+                StageCost(
+                    passes, num_params, update_seconds, sum(needed_bytes.values()), sent_bytes, copied_seconds
+                )
+            )
         return costs
 
     def _sent_bytes(self, size: int) -> int:

@@ -33,19 +33,28 @@ from harness.core.failures import of_exception
 from harness.devices import cuda_budget
 from harness.devices.memory_account import Tracker
 from harness.devices.streams import STREAMS
-from methods.pipeline.batches import Inputs, cast, moved
+from methods.pipeline.batches import Inputs, cast_batch, move_value
 from methods.pipeline.config.partition import BUCKET_BYTES
 from methods.pipeline.config.profile import Message, Profile, Section, SectionCost, Sum
-from methods.pipeline.cut import InitWeights, Part, cut, give_memory, num_cuts, probe, specs_of, traced
+from methods.pipeline.cut import (
+    InitWeights,
+    Part,
+    count_cuts,
+    cut_into_parts,
+    give_memory,
+    run_without_memory,
+    specs_of,
+    trace_model,
+)
 from methods.pipeline.seat import take_seat
-from methods.pipeline.transport import gathered, leave
+from methods.pipeline.transport import gather_messages, leave
 
 MOST_REPEATS = 16
-RUNS = 7  # number of measured runs, whose median the profile has; an additional first run is not counted
+NUM_RUNS = 7  # number of measured runs, whose median the profile has; an additional first run is not counted
 LIMIT_SECONDS = 1800.0  # longest wait for another rank
 
 
-def tensor_bytes(device: torch.device) -> int | None:
+def device_tensor_bytes(device: torch.device) -> int | None:
     """Return the bytes that a stage's tensors may fill on a GPU: the GPU's memory without a process's CUDA context and
     a reserve. Return None for a CPU.
     """
@@ -56,7 +65,7 @@ def tensor_bytes(device: torch.device) -> int | None:
     )
 
 
-class Values(NamedTuple):
+class SectionValues(NamedTuple):
     """The tensors that a section's passes take for one micro-batch."""
 
     received: list[Tensor]
@@ -89,8 +98,8 @@ class Profiler:
     def initialize(self, get_batch: Callable[[int], Inputs]) -> None:
         """Cut the model at all of its CutPoints. `get_batch`: returns a batch with the given number of samples. Raises
         ValueError if the model cannot be cut."""
-        graph = traced(self.model.train(), get_batch(1))
-        self.sections = cut(self.model, graph, range(num_cuts(graph)))
+        graph = trace_model(self.model.train(), get_batch(1))
+        self.sections = cut_into_parts(self.model, graph, range(count_cuts(graph)))
 
     def profile_all(
         self,
@@ -109,21 +118,23 @@ class Profiler:
         sizes = sorted(set(microbatches))
         if not sizes or sizes[0] < 1:
             raise ValueError(f"microbatches: expected sizes of at least 1, got {sizes}")
-        batches = {size: cast(get_batch(size), self.dtype) for size in sizes}
+        batches = {size: cast_batch(get_batch(size), self.dtype) for size in sizes}
         num_params = [sum(weight.numel() for weight in part.module.parameters()) for part in self.sections]
         self._check_sections(batches)
         self._measure_sections(batches)
-        costs, updates = self._costs(), self._update_medians()
+        costs, update_medians = self._gather_costs(), self._gather_update_medians()
         messages, sums = [], []
         if self.world_size > 1 and len(costs) == len(self.sections):
-            sent = {cost.activation_bytes for section in costs.values() for cost in section} - {0}
-            messages = self._time_messages(_least_middle_most(sent), batches)
+            sent_sizes = {cost.activation_bytes for section in costs.values() for cost in section} - {0}
+            messages = self._time_messages(_least_middle_most(sent_sizes), batches)
             sums = self._time_sums(min(BUCKET_BYTES, max(4 * sum(num_params), 64)))
         sections = [
-            Section(count, updates.get(number, 0.0), costs.get(number, []))
+            Section(count, update_medians.get(number, 0.0), costs.get(number, []))
             for number, count in enumerate(num_params)
         ]
-        profile = Profile(self.fp16, tensor_bytes(self.device), sections, messages, sums, *self._crowding())
+        profile = Profile(
+            self.fp16, device_tensor_bytes(self.device), sections, messages, sums, *self._measure_crowding()
+        )
         if self.rank == 0:
             profile.write(out_folder)
         self._meet()
@@ -135,82 +146,95 @@ class Profiler:
     def _check_sections(self, batches: Mapping[int, Inputs]) -> None:
         """Keep what each section returns, without memory. Raises ValueError if a value cannot be sent."""
         self._returned_values = {
-            size: [values for values, _ in probe(self.sections, batch)] for size, batch in batches.items()
+            size: [values for values, _ in run_without_memory(self.sections, batch)]
+            for size, batch in batches.items()
         }
         for returned in self._returned_values.values():
             for number, values in enumerate(returned[:-1]):
                 specs_of(values, number)
 
     def _measure_sections(self, batches: Mapping[int, Inputs]) -> None:
-        """Measure this rank's share of the sections with each size of micro-batch, in RUNS + 1 rounds. Each round
+        """Measure this rank's share of the sections with each size of micro-batch, in NUM_RUNS + 1 rounds. Each round
         measures all sections and sizes, so that a moment when the machine is busy slows all of them alike."""
-        self._seconds: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
-        self._updates: dict[int, list[float]] = defaultdict(list)
-        self._bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._pass_rounds: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
+        self._update_rounds: dict[int, list[float]] = defaultdict(list)
+        self._section_bytes: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._too_large_sizes: set[tuple[int, int]] = set()
         self._elapsed_seconds = self._core_seconds = 0.0
         # ids of the tensors that _enter() brought from the meta device to this device
         self._from_meta: set[int] = set()
-        for _ in range(RUNS + 1):
-            for first in range(0, len(self.sections), self.world_size):
+        for _ in range(NUM_RUNS + 1):
+            for first_section in range(0, len(self.sections), self.world_size):
                 self._meet()
                 # A rank for which no section is left measures one of the first sections again, so that no rank is idle.
-                self._measure_section((first + self.rank) % len(self.sections), batches)
+                self._measure_section((first_section + self.rank) % len(self.sections), batches)
 
-    def _costs(self) -> dict[int, list[SectionCost]]:
+    def _gather_costs(self) -> dict[int, list[SectionCost]]:
         """Return the costs of all ranks' sections, by the section's number."""
-        measured: dict[int, list[SectionCost]] = defaultdict(list)
-        for (number, size), rounds in sorted(self._seconds.items()):
+        costs_by_number: dict[int, list[SectionCost]] = defaultdict(list)
+        for (section_number, size), rounds in sorted(self._pass_rounds.items()):
             forward, copy, recompute, backward = map(statistics.median, zip(*rounds[1:], strict=True))
-            measured[number].append(
-                SectionCost(size, forward, recompute, backward, copy, *self._bytes[number, size])
+            costs_by_number[section_number].append(
+                SectionCost(
+                    size, forward, recompute, backward, copy, *self._section_bytes[section_number, size]
+                )
             )
-        message = [(number, [*map(asdict, section)]) for number, section in measured.items()]
+        message = [
+            (section_number, [*map(asdict, section_costs)])
+            for section_number, section_costs in costs_by_number.items()
+        ]
         costs = {}
-        for of_rank in self._gathered(message):
-            for number, section in of_rank:
-                costs[number] = [SectionCost(**cost) for cost in section]
+        for sections_of_rank in self._gather(message):
+            for section_number, section_costs in sections_of_rank:
+                costs[section_number] = [SectionCost(**cost) for cost in section_costs]
         return costs
 
-    def _update_medians(self) -> dict[int, float]:
+    def _gather_update_medians(self) -> dict[int, float]:
         """Return the seconds of the updates of all ranks' sections, by the section's number."""
-        medians = [(number, statistics.median(rounds[1:])) for number, rounds in self._updates.items()]
-        return {number: seconds for of_rank in self._gathered(medians) for number, seconds in of_rank}
+        medians = [
+            (section_number, statistics.median(rounds[1:]))
+            for section_number, rounds in self._update_rounds.items()
+        ]
+        return {
+            section_number: seconds
+            for medians_of_rank in self._gather(medians)
+            for section_number, seconds in medians_of_rank
+        }
 
-    def _measure_section(self, number: int, batches: Mapping[int, Inputs]) -> None:
-        """Time the passes of section `number` with each size of micro-batch, and the section's update. If memory runs
-        out at a size, drop this size and all larger sizes, in later rounds too.
+    def _measure_section(self, section_number: int, batches: Mapping[int, Inputs]) -> None:
+        """Time the passes of section `section_number` with each size of micro-batch, and the section's update. If
+        memory runs out at a size, drop this size and all larger sizes, in later rounds too.
         """
-        module, size = self.sections[number].module, min(batches)
+        module, size = self.sections[section_number].module, min(batches)
         try:
-            self._enter(number)
+            self._enter(section_number)
             for size, batch in batches.items():
-                if (number, size) in self._too_large_sizes:
+                if (section_number, size) in self._too_large_sizes:
                     break
-                values = self._values(number, size, batch)
+                values = self._make_values(section_number, size, batch)
                 # Run about as many samples at each size: on busy cores, a single short pass often ends before another
                 # process takes the core, and would seem faster.
                 num_repeats = max(1, min(MOST_REPEATS, max(batches) // size))
                 passes = [self._time_passes(module, values) for _ in range(num_repeats)]
                 means = [statistics.mean(seconds) for seconds in zip(*passes, strict=True)]
-                self._seconds[number, size].append(means)
-                if (number, size) not in self._bytes:
-                    self._bytes[number, size] = self._measured_bytes(module, values)
+                self._pass_rounds[section_number, size].append(means)
+                if (section_number, size) not in self._section_bytes:
+                    self._section_bytes[section_number, size] = self._measure_bytes(module, values)
             size = min(batches)
-            self._updates[number].append(self._update_seconds(module))
+            self._update_rounds[section_number].append(self._time_update(module))
         except (RuntimeError, MemoryError) as error:
             if not of_exception(error, "profile", {}).status.startswith("oom"):
                 raise
-            self._too_large_sizes.add((number, size))
-            for larger in batches:
-                if larger >= size:
-                    self._seconds.pop((number, larger), None)
+            self._too_large_sizes.add((section_number, size))
+            for larger_size in batches:
+                if larger_size >= size:
+                    self._pass_rounds.pop((section_number, larger_size), None)
         finally:
             self._leave(module)
 
-    def _enter(self, number: int) -> nn.Module:
+    def _enter(self, section_number: int) -> nn.Module:
         """Move a section to the device and return it. Tensors on the meta device get memory and values there."""
-        module, self._from_meta = self.sections[number].module, set()
+        module, self._from_meta = self.sections[section_number].module, set()
         values = {
             name: torch.empty_like(tensor, device=self.device)
             for name, tensor in _named_tensors(module)
@@ -229,16 +253,23 @@ class Profiler:
             lambda tensor: tensor.to("meta" if tensor.is_meta or id(tensor) in self._from_meta else "cpu")
         )
 
-    def _values(self, number: int, size: int, batch: Inputs) -> Values:
+    def _make_values(self, section_number: int, size: int, batch: Inputs) -> SectionValues:
         returned = self._returned_values[size]
-        received = [self._random_like(tensor) for tensor in returned[number - 1]] if number else []
+        received = (
+            [self._random_like(tensor) for tensor in returned[section_number - 1]] if section_number else []
+        )
         grads = None
-        if number < len(self.sections) - 1:
+        if section_number < len(self.sections) - 1:
             grads = [
-                self._random_like(tensor).detach() for tensor in returned[number] if tensor.requires_grad
+                self._random_like(tensor).detach()
+                for tensor in returned[section_number]
+                if tensor.requires_grad
             ]
-        inputs = [moved(batch.get(name), self.device, self.dtype) for name in self.sections[number].inputs]
-        return Values(received, inputs, grads)
+        inputs = [
+            move_value(batch.get(name), self.device, self.dtype)
+            for name in self.sections[section_number].inputs
+        ]
+        return SectionValues(received, inputs, grads)
 
     def _random_like(self, like: Tensor) -> Tensor:
         """Return a tensor in place of `like`, which another section would send: random numbers, or zeros if `like`
@@ -249,28 +280,30 @@ class Profiler:
             like.requires_grad
         )
 
-    def _time_passes(self, module: nn.Module, values: Values) -> list[float]:
+    def _time_passes(self, module: nn.Module, values: SectionValues) -> list[float]:
         """Return the seconds of four operations: a forward pass, copying its output to the host and back, a recompute
         and a backward pass."""
         with torch.no_grad():
-            outputs, forward = self._call_timed(module, *values.received, *values.inputs)
-            _, copy = self._call_timed(self._copies, [] if values.grads is None else outputs)
-        outputs, recompute = self._call_timed(module, *values.received, *values.inputs)
-        _, backward = self._call_timed(_run_backward, outputs, values.grads)
-        return [forward, copy, recompute, backward]
+            outputs, forward_seconds = self._call_timed(module, *values.received, *values.inputs)
+            _, copy_seconds = self._call_timed(
+                self._copy_to_host_and_back, [] if values.grads is None else outputs
+            )
+        outputs, recompute_seconds = self._call_timed(module, *values.received, *values.inputs)
+        _, backward_seconds = self._call_timed(_run_backward, outputs, values.grads)
+        return [forward_seconds, copy_seconds, recompute_seconds, backward_seconds]
 
     def _call_timed(self, function: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
         """Call the function. Return its result and its seconds, without the seconds in which this thread waited for a
         core."""
         self._synchronize()
-        began, waited_seconds = time.perf_counter(), self._waited_seconds()
-        returned = function(*arguments)
+        began_at, waited_seconds = time.perf_counter(), self._waited_seconds()
+        result = function(*arguments)
         self._synchronize()
-        seconds, waited_seconds = time.perf_counter() - began, self._waited_seconds() - waited_seconds
+        seconds, waited_seconds = time.perf_counter() - began_at, self._waited_seconds() - waited_seconds
         self._elapsed_seconds += seconds
         core_seconds = max(0.0, seconds - waited_seconds)  # the kernel counts the wait by another clock
         self._core_seconds += core_seconds
-        return returned, core_seconds
+        return result, core_seconds
 
     def _waited_seconds(self) -> float:
         """Return the seconds for which this thread has waited for a core so far. Return 0.0 on a GPU, and on a system
@@ -281,7 +314,7 @@ class Profiler:
                 return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
         return 0.0
 
-    def _update_seconds(self, module: nn.Module) -> float:
+    def _time_update(self, module: nn.Module) -> float:
         """Return the seconds of an optimizer's update of the section. The second step is timed, because the first step
         makes the optimizer's state. The update changes copies of the weights, not the weights.
         """
@@ -294,10 +327,10 @@ class Profiler:
         optimizer.step()
         return self._call_timed(optimizer.step)[1]
 
-    def _copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _copy_to_host_and_back(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.to("cpu").contiguous().to(self.device) for tensor in tensors]
 
-    def _measured_bytes(self, module: nn.Module, values: Values) -> tuple[int, int, int]:
+    def _measure_bytes(self, module: nn.Module, values: SectionValues) -> tuple[int, int, int]:
         """Return the bytes that a forward pass saves, the peak bytes during forward and backward pass, and the bytes of
         the output. The weights' gradients exist already and do not count; the input's gradient counts.
         """
@@ -306,14 +339,18 @@ class Profiler:
         is_cuda, tracker = self.device.type == "cuda", Tracker()
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
+        bytes_before = torch.cuda.memory_allocated(self.device) if is_cuda else 0
         with nullcontext() if is_cuda else tracker.in_thread():
             outputs = module(*values.received, *values.inputs)
-            saved = torch.cuda.memory_allocated(self.device) if is_cuda else tracker.stats()["host_allocated"]
+            saved_bytes = (
+                torch.cuda.memory_allocated(self.device) if is_cuda else tracker.stats()["host_allocated"]
+            )
             _run_backward(outputs, values.grads)
-            peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else tracker.stats()["host_peak"]
-        sent = 0 if values.grads is None else sum(tensor.nbytes for tensor in outputs)
-        return saved - before, peak - before, sent
+            peak_bytes = (
+                torch.cuda.max_memory_allocated(self.device) if is_cuda else tracker.stats()["host_peak"]
+            )
+        sent_bytes = 0 if values.grads is None else sum(tensor.nbytes for tensor in outputs)
+        return saved_bytes - bytes_before, peak_bytes - bytes_before, sent_bytes
 
     def _synchronize(self) -> None:
         STREAMS[self.device.type].current().synchronize()
@@ -324,55 +361,60 @@ class Profiler:
         if self.world_size > 1:
             dist.barrier()
 
-    def _gathered(self, message: Any) -> list[Any]:
+    def _gather(self, message: Any) -> list[Any]:
         """Return every rank's message, which is sent as JSON, in the ranks' order."""
         group = dist.group.WORLD if self.world_size > 1 else None
-        return list(map(json.loads, gathered(json.dumps(message).encode(), group)))
+        return list(map(json.loads, gather_messages(json.dumps(message).encode(), group)))
 
-    def _crowding(self) -> tuple[float, int, float | None]:
+    def _measure_crowding(self) -> tuple[float, int, float | None]:
         """Return the profile's fields `crowding`, `num_ranks` and `num_served`. `crowding`: the seconds that all ranks'
         passes took, divided by the seconds in which these passes had a core. `num_ranks`: number of ranks on the
         machine of rank 0. `num_served`: number of ranks whose threads the machine's cores can run at once; None on a
         GPU."""
-        host_names = self._gathered(socket.gethostname())
-        seconds = self._gathered((self._elapsed_seconds, self._core_seconds))
+        host_names = self._gather(socket.gethostname())
+        seconds = self._gather((self._elapsed_seconds, self._core_seconds))
         elapsed, core_seconds = sum(pair[0] for pair in seconds), sum(pair[1] for pair in seconds)
         num_served = available_cores() / torch.get_num_threads() if self.device.type == "cpu" else None
         return elapsed / core_seconds, host_names.count(host_names[0]), num_served
 
-    def _time_messages(self, sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
+    def _time_messages(self, message_sizes: Sequence[int], batches: Mapping[int, Inputs]) -> list[Message]:
         """Time messages of these sizes, in bytes, between neighboring ranks; a message takes half of a round trip. The
         pairs of ranks (0, 1), (2, 3), ... exchange messages at once, then the pairs (1, 2), (3, 4), .... While a pair
         exchanges messages, both ranks of the pair compute.
         """
-        host_names, timings = self._gathered(socket.gethostname()), []
-        number = self.rank % len(self.sections)
-        module, values = self._enter(number), self._values(number, *next(iter(batches.items())))
+        host_names, timings = self._gather(socket.gethostname()), []
+        section_number = self.rank % len(self.sections)
+        module, values = (
+            self._enter(section_number),
+            self._make_values(section_number, *next(iter(batches.items()))),
+        )
         with ThreadPoolExecutor(1) as pool:
-            for size in sizes:
+            for message_bytes in message_sizes:
                 for parity in (0, 1):
                     lower = self.rank - (self.rank + parity) % 2
                     self._meet()
                     if lower < 0 or lower + 1 == self.world_size:
                         continue
-                    running = pool.submit(
-                        self._time_round_trips, 2 * lower + 1 - self.rank, size, self.rank == lower
+                    round_trips = pool.submit(
+                        self._time_round_trips, 2 * lower + 1 - self.rank, message_bytes, self.rank == lower
                     )
-                    while not running.done():
+                    while not round_trips.done():
                         _run_backward(module(*values.received, *values.inputs), values.grads)
                     is_one_machine = host_names[lower] == host_names[lower + 1]
-                    timings.append(((is_one_machine, size), statistics.median(running.result()[1:]) / 2))
+                    timings.append(
+                        ((is_one_machine, message_bytes), statistics.median(round_trips.result()[1:]) / 2)
+                    )
         self._leave(module)
-        return [Message(*key) for key in self._medians(timings)]
+        return [Message(*key) for key in self._gather_medians(timings)]
 
     @staticmethod
     def _time_round_trips(peer: int, num_bytes: int, is_first: bool) -> list[float]:
         message, seconds = torch.zeros(num_bytes, dtype=torch.uint8), []
-        for _ in range(RUNS + 1):
-            began = time.perf_counter()
-            for is_sent in (is_first, not is_first):
-                dist.send(message, peer) if is_sent else dist.recv(message, peer)
-            seconds.append(time.perf_counter() - began)
+        for _ in range(NUM_RUNS + 1):
+            began_at = time.perf_counter()
+            for is_sender in (is_first, not is_first):
+                dist.send(message, peer) if is_sender else dist.recv(message, peer)
+            seconds.append(time.perf_counter() - began_at)
         return seconds
 
     def _time_sums(self, num_bytes: int) -> list[Sum]:
@@ -386,30 +428,33 @@ class Profiler:
             if not distance:
                 continue
             groups = [
-                dist.new_group([first + distance * index for index in range(num_ranks)])
-                for first in range(distance)
+                dist.new_group([first_rank + distance * index for index in range(num_ranks)])
+                for first_rank in range(distance)
             ]
-            for size in sorted({num_bytes // 8, num_bytes}):
+            for summed_bytes in sorted({num_bytes // 8, num_bytes}):
                 self._meet()
                 seconds = []
-                for _ in range((RUNS + 1) * (self.rank < distance * num_ranks)):
-                    tensor = torch.zeros(size // 4, device=self.device)
+                for _ in range((NUM_RUNS + 1) * (self.rank < distance * num_ranks)):
+                    tensor = torch.zeros(summed_bytes // 4, device=self.device)
                     self._synchronize()
-                    began = time.perf_counter()
+                    began_at = time.perf_counter()
                     dist.all_reduce(tensor, group=groups[self.rank % distance])
                     self._synchronize()
-                    seconds.append(time.perf_counter() - began)
+                    seconds.append(time.perf_counter() - began_at)
                 if seconds:
-                    timings.append(((num_ranks, size), statistics.median(seconds[1:])))
-        return [Sum(*key) for key in self._medians(timings)]
+                    timings.append(((num_ranks, summed_bytes), statistics.median(seconds[1:])))
+        return [Sum(*key) for key in self._gather_medians(timings)]
 
-    def _medians(self, timings: Sequence[tuple[Any, float]]) -> list[Any]:
+    def _gather_medians(self, timings: Sequence[tuple[Any, float]]) -> list[Any]:
         """Return each key, extended by the median over all ranks of the seconds that were measured for the key."""
         seconds_by_key: dict[Any, list[float]] = defaultdict(list)
-        for of_rank in self._gathered(timings):
-            for key, seconds in of_rank:
+        for timings_of_rank in self._gather(timings):
+            for key, seconds in timings_of_rank:
                 seconds_by_key[tuple(key)].append(seconds)
-        return [(*key, statistics.median(of_ranks)) for key, of_ranks in sorted(seconds_by_key.items())]
+        return [
+            (*key, statistics.median(seconds_of_ranks))
+            for key, seconds_of_ranks in sorted(seconds_by_key.items())
+        ]
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.simulation.event_core import run_lines
-from methods.pipeline.schedule import lines
+from methods.pipeline.config.partition import MOST_MESSAGES_IN_FLIGHT
+from methods.pipeline.schedule import event_lines
 
 if TYPE_CHECKING:
     from harness.simulation.event_core import Array
 
-IN_FLIGHT = 4  # most messages of one kind that a stage has under way, as in transport.py
-LEAST = 0.05  # jitter shortens no duration below this share of its nominal value
+LEAST_SHARE = 0.05  # jitter shortens no duration below this share of its nominal value
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Network:
     stages_per_machine: int = 1
     jitter: float = 0.0  # relative standard deviation of a message's time
     # most messages under way on a link in each direction; further messages wait
-    sends_at_once: int = IN_FLIGHT
+    sends_at_once: int = MOST_MESSAGES_IN_FLIGHT
     # seconds of the sum of gradients over replicas, after the last pass of all replicas
     sum_seconds: float = 0.0
 
-    def sends(self, num_stages: int) -> list[float]:
+    def message_seconds(self, num_stages: int) -> list[float]:
         """Return the seconds of a message at each cut."""
-        far = self.send_seconds if self.long_send_seconds is None else self.long_send_seconds
+        long_seconds = self.send_seconds if self.long_send_seconds is None else self.long_send_seconds
         return [
-            far if (cut + 1) % self.stages_per_machine == 0 else self.send_seconds
+            long_seconds if (cut + 1) % self.stages_per_machine == 0 else self.send_seconds
             for cut in range(num_stages - 1)
         ]
 
@@ -74,33 +74,33 @@ def simulate_step(
     import numpy as np
 
     network = network or Network()
-    pipeline = (seconds, num_micro_batches, network.sends(len(seconds)))
+    pipeline = (seconds, num_micro_batches, network.message_seconds(len(seconds)))
     runs = run_lines(
-        lines(schedule, [pipeline] * num_replicas, is_opportunistic=is_opportunistic),
+        event_lines(schedule, [pipeline] * num_replicas, is_opportunistic=is_opportunistic),
         sends_at_once=network.sends_at_once,
-        noise=_noise(network.jitter, pass_jitter, seed),
+        noise=_make_noise(network.jitter, pass_jitter, seed),
         keeps_units=keeps_units,
     )
-    ended = np.max([run.ended for run in runs], axis=0)
-    busy = sum(float(run.busy.sum()) for run in runs)
+    end_seconds = np.max([run.ended for run in runs], axis=0)
+    busy_seconds = sum(float(run.busy.sum()) for run in runs)
     return PipelineRun(
-        float(ended.max()) + (network.sum_seconds if num_replicas > 1 else 0.0),
-        1 - busy / (num_replicas * len(seconds) * float(ended.max())),
+        float(end_seconds.max()) + (network.sum_seconds if num_replicas > 1 else 0.0),
+        1 - busy_seconds / (num_replicas * len(seconds) * float(end_seconds.max())),
         runs[0].starts,
         runs[0].ends,
     )
 
 
-def _noise(jitter: float, pass_jitter: float, seed: int) -> Callable[[Array, bool], Array]:
+def _make_noise(jitter: float, pass_jitter: float, seed: int) -> Callable[[Array, bool], Array]:
     """Return a function that draws durations around their nominal values. `jitter`: of messages."""
     import numpy as np
 
-    draws = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
 
-    def noisy(durations: Array, is_message: bool) -> Array:
+    def add_noise(durations: Array, is_message: bool) -> Array:
         sigma = jitter if is_message else pass_jitter
         if not sigma:
             return durations
-        return durations * np.maximum(LEAST, 1 + sigma * draws.standard_normal(len(durations)))
+        return durations * np.maximum(LEAST_SHARE, 1 + sigma * generator.standard_normal(len(durations)))
 
-    return noisy
+    return add_noise

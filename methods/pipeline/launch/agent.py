@@ -29,33 +29,33 @@ ERROR_BYTES = 3000  # most bytes of a report's traceback: pipes take only lines 
 ALIVE_SECONDS = 2.0
 # Modules that the agent imports once for all ranks, which it forks. torch would import torch._dynamo by itself at the
 # first operation that one of torch's counters sees, even if nothing is compiled.
-IMPORTS = ("methods.pipeline.pipeline", "torch.distributed.checkpoint", "torch._dynamo")
+IMPORTED_MODULES = ("methods.pipeline.pipeline", "torch.distributed.checkpoint", "torch._dynamo")
 
 
 class MachineAgent(RankAgent):
-    def __init__(self, output: int, order: dict[str, Any]) -> None:
-        super().__init__(private=[output])
-        self.output, self.script = output, order
+    def __init__(self, output_fd: int, script_order: dict[str, Any]) -> None:
+        super().__init__(private=[output_fd])
+        self.output_fd, self.script_order = output_fd, script_order
         self.round = 0
-        self.unread = b""
+        self.unread_bytes = b""
         self.watch(0, self.obey)
         # Ranks inherit the blocked signal; methods/pipeline/launch/link.py unblocks it between two steps of a rank.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
     def run(self) -> None:
         self.tell("ready", pid=os.getpid())
-        last = time.monotonic()  # time of the last report
+        reported_at = time.monotonic()  # time of the last report
         while True:
             self.turn(ALIVE_SECONDS)
-            if time.monotonic() > last + ALIVE_SECONDS:
-                last = time.monotonic()
+            if time.monotonic() > reported_at + ALIVE_SECONDS:
+                reported_at = time.monotonic()
                 self.tell("here")
 
     def tell(self, kind: str, **facts: Any) -> None:
-        os.write(self.output, (json.dumps({"kind": kind, "round": self.round, **facts}) + "\n").encode())
+        os.write(self.output_fd, (json.dumps({"kind": kind, "round": self.round, **facts}) + "\n").encode())
 
     def heard(self, rank: int, data: bytes) -> None:
-        write_all(self.output, data)
+        write_all(self.output_fd, data)
 
     def exited(self, rank: int, code: int) -> None:
         self.tell("exit", rank=rank, code=code)
@@ -66,11 +66,11 @@ class MachineAgent(RankAgent):
             self.tell("notice")
 
     def obey(self) -> None:
-        read = os.read(0, 65536)
-        if not read:
+        received = os.read(0, 65536)
+        if not received:
             self.end()
             sys.exit()
-        *lines, self.unread = (self.unread + read).split(b"\n")
+        *lines, self.unread_bytes = (self.unread_bytes + received).split(b"\n")
         for line in lines:
             order = json.loads(line)
             getattr(self, order.pop("do"))(**order)
@@ -92,7 +92,7 @@ class MachineAgent(RankAgent):
         """Start this machine's ranks of a round. `ranks`: for each rank its number, arguments, environment, link and
         log file."""
         self.round = round
-        self.fork({entry["rank"]: partial(run_script, self.script, entry) for entry in ranks})
+        self.fork({entry["rank"]: partial(run_script, self.script_order, entry) for entry in ranks})
 
     def signal(self) -> None:
         for rank in self.ranks.values():
@@ -104,56 +104,60 @@ class MachineAgent(RankAgent):
         self.tell("ended")
 
 
-def run_script(script: dict[str, Any], entry: dict[str, Any], reports: int) -> int:
-    """Run the user's script in this process, as Python would run it; return its exit code. `script`: the launcher's
-    order. `entry`: this rank's entry in start(). `reports`: file descriptor for reports."""
-    log = os.open(entry["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+def run_script(script_order: dict[str, Any], rank_entry: dict[str, Any], reports_fd: int) -> int:
+    """Run the user's script in this process, as Python would run it; return its exit code. `script_order`: the
+    launcher's order. `rank_entry`: this rank's entry in start(). `reports_fd`: file descriptor for reports."""
+    log_fd = os.open(rank_entry["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
-        os.dup2(log, stream)
+        os.dup2(log_fd, stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
-    os.environ.update(entry["environment"], VARUNA_LINK=json.dumps({**entry["link"], "descriptor": reports}))
-    os.chdir(script["code_dir"])
-    path = os.path.abspath(script["script"])
-    sys.argv, code, error = [script["script"], *entry["arguments"]], 1, ""
+    os.environ.update(
+        rank_entry["environment"], VARUNA_LINK=json.dumps({**rank_entry["link"], "descriptor": reports_fd})
+    )
+    os.chdir(script_order["code_dir"])
+    path = os.path.abspath(script_order["script"])
+    sys.argv, exit_code, error = [script_order["script"], *rank_entry["arguments"]], 1, ""
     sys.path.insert(0, os.path.dirname(path))
     try:
         runpy.run_path(path, run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        error = str(end.code) if code and not isinstance(end.code, int) else ""
+        exit_code = 0
+    except SystemExit as exit_error:
+        exit_code = exit_error.code if isinstance(exit_error.code, int) else int(exit_error.code is not None)
+        error = str(exit_error.code) if exit_code and not isinstance(exit_error.code, int) else ""
         print(error, file=sys.stderr)
-    except BaseException as raised:
-        above = raised.__traceback__
-        while above and above.tb_frame.f_code.co_filename != path:  # skip the frames above the script
-            above = above.tb_next
-        error = "".join(traceback.format_exception(type(raised), raised, above or raised.__traceback__))
+    except BaseException as raised_error:
+        script_traceback = raised_error.__traceback__
+        # skip the frames above the script
+        while script_traceback and script_traceback.tb_frame.f_code.co_filename != path:
+            script_traceback = script_traceback.tb_next
+        shown_traceback = script_traceback or raised_error.__traceback__
+        error = "".join(traceback.format_exception(type(raised_error), raised_error, shown_traceback))
         print(error, file=sys.stderr)
-    if code:
-        link = entry["link"]
+    if exit_code:
+        link = rank_entry["link"]
         line = {
             "kind": "error",
             "rank": link["rank"],
             "round": link["round"],
             "text": error[-ERROR_BYTES // 2 :],
         }
-        os.write(reports, (json.dumps(line) + "\n").encode())
+        os.write(reports_fd, (json.dumps(line) + "\n").encode())
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
-    return code
+    return exit_code
 
 
 def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as orders:
         # unbuffered, so that no byte of the next order is read
         order = json.loads(orders.readline())
-    output = os.dup(1)
-    os.set_inheritable(output, False)
+    output_fd = os.dup(1)
+    os.set_inheritable(output_fd, False)
     os.dup2(2, 1)
     lock = open(Path(order["folder"]) / WORKERS_LOCK)  # noqa: SIM115  ranks inherit the lock, and hold it to their end
     fcntl.flock(lock, fcntl.LOCK_SH)
-    fork_server.import_all(IMPORTS)
-    agent, code = MachineAgent(output, order), 0
+    fork_server.import_all(IMPORTED_MODULES)
+    agent, code = MachineAgent(output_fd, order), 0
     try:
         agent.run()
     except (BrokenPipeError, SystemExit):  # the launcher is gone

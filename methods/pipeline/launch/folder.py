@@ -20,31 +20,33 @@ from typing import Any
 
 from harness.base.foreign_file import read_text
 from harness.base.whole_file import write_whole
-from methods.pipeline.checkpoint.folders import PREFIX, complete_steps, step_of
+from methods.pipeline.checkpoint.folders import STEP_PREFIX, complete_steps, step_of
 
 LOCK, WORKERS_LOCK = "launcher.lock", "workers.lock"
 TAKEOVER_SECONDS = 20.0  # longest wait until the ranks of an earlier launcher, which was killed, have ended
-NUMBERS = ("step", "round")
-KEPT = 2  # number of complete checkpoints that are kept
+NUMBER_KEYS = ("step", "round")
+NUM_KEPT_CHECKPOINTS = 2  # number of complete checkpoints that are kept
 
 
-def read_lines(path: Path, *needed: str) -> list[dict[str, Any]]:
-    """Read lines of JSON; [] if there is no file. Each line must have the numbers named in `needed`. A last line
+def read_lines(path: Path, *needed_keys: str) -> list[dict[str, Any]]:
+    """Read lines of JSON; [] if there is no file. Each line must have the numbers named in `needed_keys`. A last line
     without an end is left out: a process was killed while it wrote the line. Raises ValueError, with the line's number,
     for a line that no launcher writes."""
     if not path.exists():
         return []
     *lines, _ = read_text(path).split("\n")
-    return [_parse(line, f"{path}, line {number}", needed) for number, line in enumerate(lines, start=1)]
+    return [
+        _parse_line(line, f"{path}, line {number}", needed_keys) for number, line in enumerate(lines, start=1)
+    ]
 
 
-def _parse(text: str, source: str, needed: Sequence[str] = ()) -> dict[str, Any]:
+def _parse_line(text: str, source: str, needed_keys: Sequence[str] = ()) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
         values = None
-    is_known = isinstance(values, dict) and set(needed) <= values.keys()
-    has_numbers = is_known and all(type(values.get(name, 0)) is int for name in NUMBERS)
+    is_known = isinstance(values, dict) and set(needed_keys) <= values.keys()
+    has_numbers = is_known and all(type(values.get(name, 0)) is int for name in NUMBER_KEYS)
     if not has_numbers or type(values.get("saved") or 0) is not int:
         raise ValueError(
             f"{source}: expected JSON that a launcher wrote, got {text[:60]!r}; try another --folder"
@@ -55,18 +57,22 @@ def _parse(text: str, source: str, needed: Sequence[str] = ()) -> dict[str, Any]
 def step_line(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record's line for a step. `reports`: the report of each rank, by the rank's number. The number of
     samples is the sum over the first stage's ranks, because only these ranks report samples."""
-    owners = [event for event in reports.values() if "data" in event]
-    data = sum(event["data"] for event in owners) % 2**48
-    kept = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
-    facts = {name: reports[0][name] for name in kept}
-    return {**facts, "samples": sum(event["samples"] for event in owners), "data": f"{data:012x}"}
+    first_stage_reports = [report for report in reports.values() if "data" in report]
+    data_hash = sum(report["data"] for report in first_stage_reports) % 2**48
+    kept_keys = ("step", "loss", "grad_norm", "overflow", "learning_rate", "updates", "loss_scale", "seconds")
+    facts = {name: reports[0][name] for name in kept_keys}
+    return {
+        **facts,
+        "samples": sum(report["samples"] for report in first_stage_reports),
+        "data": f"{data_hash:012x}",
+    }
 
 
 class Folder:
     """The job's folder. One launcher at a time holds it, until the launcher's process ends. Raises ValueError if
     another launcher holds the folder, or if the folder contains another job."""
 
-    def __init__(self, path: Path, job: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
         for name in ("checkpoints", "logs"):
             (path / name).mkdir(parents=True, exist_ok=True)
@@ -74,41 +80,44 @@ class Folder:
         self._lock(self.locks[0], "a running launcher in it", 0.0)
         self._lock(self.locks[1], "an earlier launcher's running job in it", TAKEOVER_SECONDS)
         self.locks.pop().close()  # Free the workers' lock: from now on the agents hold it.
-        held = path / "job.json"
-        stored = _parse(read_text(held), str(held)) if held.exists() else {}
-        other = [name for name, value in job.items() if stored and stored.get(name) != value]
-        if other:
-            name = other[0]
+        job_file = path / "job.json"
+        stored_state = _parse_line(read_text(job_file), str(job_file)) if job_file.exists() else {}
+        changed_names = [
+            name for name, value in identity.items() if stored_state and stored_state.get(name) != value
+        ]
+        if changed_names:
+            name = changed_names[0]
             raise ValueError(
-                f"{path}: expected a job with {name} {job[name]}, got {stored.get(name)}; try another --folder"
+                f"{path}: expected a job with {name} {identity[name]}, got {stored_state.get(name)}; try another"
+                " --folder"
             )
         # `saved`: the step at which the script last saved its state by itself; None: the script never did
-        self.state = {"round": 0, "end": None, "saved": None, **stored, **job}
-        self.keep()
+        self.state = {"round": 0, "end": None, "saved": None, **stored_state, **identity}
+        self.keep_state()
         self.steps = open(path / "steps.jsonl", "a")  # noqa: SIM115
         self.events = open(path / "events.jsonl", "a")  # noqa: SIM115
 
-    def _lock(self, file: Any, what: str, seconds: float) -> None:
-        until = time.monotonic() + seconds
+    def _lock(self, file: Any, holder: str, limit_seconds: float) -> None:
+        deadline = time.monotonic() + limit_seconds
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise ValueError(
-                    f"{self.path}: expected an unused folder, got {what}; end it, or try another --folder"
+                    f"{self.path}: expected an unused folder, got {holder}; end it, or try another --folder"
                 )
             time.sleep(0.05)
 
-    def keep(self, **changes: Any) -> None:
+    def keep_state(self, **changes: Any) -> None:
         self.state.update(changes)
         write_whole(self.path / "job.json", json.dumps(self.state, indent=1) + "\n")
 
-    def note(self, event: str, **facts: Any) -> None:
+    def note_event(self, event: str, **facts: Any) -> None:
         self.events.write(json.dumps({"time": time.time(), "event": event, **facts}) + "\n")
         self.events.flush()
 
-    def record(self, step: dict[str, Any]) -> None:
+    def record_step(self, step: dict[str, Any]) -> None:
         self.steps.write(json.dumps(step) + "\n")
         self.steps.flush()
 
@@ -141,28 +150,29 @@ class Folder:
         path = self.path / "steps.jsonl"
         lines = read_lines(path, "step")
         # The record lacks the steps that ranks took after their launcher or an agent was killed.
-        reached = lines[-1]["step"] if lines else 0
-        saved = self.saved_steps()
-        step = max((number for number in saved if number <= reached), default=min(saved, default=None))
-        lost = [line for line in lines if line["step"] > (step or 0)]
+        reached_step = lines[-1]["step"] if lines else 0
+        saved_steps = self.saved_steps()
+        recorded_steps = [number for number in saved_steps if number <= reached_step]
+        step = max(recorded_steps, default=min(saved_steps, default=None))
+        lost_lines = [line for line in lines if line["step"] > (step or 0)]
         self.steps.close()
-        if lost:
+        if lost_lines:
             with open(self.path / "lost_steps.jsonl", "a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lost))
-        kept = lines[: len(lines) - len(lost)]
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+                file.write("".join(json.dumps(line) + "\n" for line in lost_lines))
+        kept_lines = lines[: len(lines) - len(lost_lines)]
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept_lines))
         self.steps = open(path, "a")  # noqa: SIM115
         return step
 
-    def prune(self) -> None:
-        """Remove the checkpoints that are older than the newest KEPT complete checkpoints."""
+    def prune_checkpoints(self) -> None:
+        """Remove the checkpoints that are older than the newest NUM_KEPT_CHECKPOINTS complete checkpoints."""
         steps = complete_steps(self.checkpoints)
-        if len(steps) > KEPT:
-            for path in self.checkpoints.glob(f"{PREFIX}*"):
-                if (step := step_of(path)) is not None and step < steps[-KEPT]:
+        if len(steps) > NUM_KEPT_CHECKPOINTS:
+            for path in self.checkpoints.glob(f"{STEP_PREFIX}*"):
+                if (step := step_of(path)) is not None and step < steps[-NUM_KEPT_CHECKPOINTS]:
                     shutil.rmtree(path, ignore_errors=True)
 
-    def newest_log(self, name: str) -> str:
+    def last_log_line(self, name: str) -> str:
         """Return the last line of an agent's log that is not blank; "" if there is none."""
         with contextlib.suppress(OSError):
             lines = (self.path / "logs" / name).read_text(errors="replace").split("\n")

@@ -20,8 +20,10 @@ from methods.pipeline.config.profile import read_profile
 from methods.pipeline.launch.machines import Remote
 from methods.pipeline.rank_map import RankMap
 
-STEPS = 5  # a rank's time is the median over its last STEPS steps
-SLOW = 1.15  # a rank is slow if its time is more than SLOW times the median time of its stage's ranks
+NUM_TIMED_STEPS = 5  # a rank's time is the median over its last NUM_TIMED_STEPS steps
+SLOW_RATIO = (
+    1.15  # a rank is slow if its time is more than SLOW_RATIO times the median time of its stage's ranks
+)
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class SpreadChoice:
             return Spread(row.num_stages, row.num_replicas, row.chunk_size, row.cuts)
         assert self.num_stages and self.chunk_size
         num_stages = min(self.num_stages, num_workers)
-        most = num_workers // num_stages
-        num_replicas = max(count for count in range(1, most + 1) if self.batch_size % count == 0)
+        most_replicas = num_workers // num_stages
+        num_replicas = max(count for count in range(1, most_replicas + 1) if self.batch_size % count == 0)
         return Spread(num_stages, num_replicas, min(self.chunk_size, self.batch_size // num_replicas))
 
 
@@ -120,60 +122,62 @@ class Round:
     resume_step: int | None
     # For each rank: its machine, and its number among the ranks of the same host. Lines of the list may share a host.
     seats: list[tuple[Remote, int]]
-    running: set[int] = field(default_factory=set)
-    codes: dict[int, int] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    running_ranks: set[int] = field(default_factory=set)
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    error_texts: dict[int, str] = field(default_factory=dict)
     step_reports: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # by step and rank
     # by step: ranks whose script saved this step's state
-    saved: dict[int, set[int]] = field(default_factory=dict)
+    savers_by_step: dict[int, set[int]] = field(default_factory=dict)
     is_seated: bool = False  # True: the ranks run and can receive signals
     is_stopping: bool = False  # True: the ranks have agreed to stop
-    asked_to_stop: float | None = None
+    asked_to_stop_at: float | None = None
     failed_at: float | None = None
-    heard: float = field(default_factory=time.monotonic)
+    heard_at: float = field(default_factory=time.monotonic)
 
 
-def seated(num_ranks: int, machines: Sequence[Remote], per_machine: int) -> list[tuple[Remote, int]]:
+def assign_seats(num_ranks: int, machines: Sequence[Remote], per_machine: int) -> list[tuple[Remote, int]]:
     """Return the field `seats` of a Round. `per_machine`: ranks on each machine of the list."""
     agents = [machines[rank // per_machine] for rank in range(num_ranks)]
-    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-    return [(agent, next(numbers[agent.line.host])) for agent in agents]
+    next_local_ranks: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    return [(agent, next(next_local_ranks[agent.line.host])) for agent in agents]
 
 
-def rank_orders(
-    job: LaunchJob, folder: Path, running: Round, address: str, port: int
+def make_rank_orders(
+    job: LaunchJob, folder: Path, current_round: Round, address: str, port: int
 ) -> dict[Remote, list[dict[str, Any]]]:
     """Return, for each machine of a round, the entries of its ranks in the order `start`. `folder`: the job's folder.
     `address`, `port`: where the ranks find one another, on the first machine."""
-    spread = running.spread
-    share = job.choice.batch_size // spread.num_replicas
+    spread = current_round.spread
+    replica_samples = job.choice.batch_size // spread.num_replicas
     link = {
         "folder": str(folder / "checkpoints"),
         "checkpoint_every": job.checkpoint_every,
         "cuts": spread.cuts,
-        "round": running.number,
+        "round": current_round.number,
     }
-    num_local = Counter(agent.line.host for agent, _ in running.seats)
+    num_local = Counter(agent.line.host for agent, _ in current_round.seats)
     hosts = list(num_local)
     is_one_machine = hosts == [LOOPBACK]
-    ranks: dict[Remote, list[dict[str, Any]]] = {agent: [] for agent in running.machines}
-    for rank, (agent, local) in enumerate(running.seats):
+    ranks: dict[Remote, list[dict[str, Any]]] = {agent: [] for agent in current_round.machines}
+    for rank, (agent, local_rank) in enumerate(current_round.seats):
         arguments = [
             f"--rank={rank}",
-            f"--local_rank={local}",
+            f"--local_rank={local_rank}",
             f"--stage_to_rank_map={spread.stage_to_rank_map}",
             f"--chunk_size={spread.chunk_size}",
-            f"--batch-size={share}",
+            f"--batch-size={replica_samples}",
         ]
-        if running.resume_step:
-            arguments.append(f"--resume_step={running.resume_step}")
+        if current_round.resume_step:
+            arguments.append(f"--resume_step={current_round.resume_step}")
         host = agent.line.host
-        rendezvous = Rendezvous(address, port, hosts.index(host), is_one_machine, run_id=str(running.number))
+        rendezvous = Rendezvous(
+            address, port, hosts.index(host), is_one_machine, run_id=str(current_round.number)
+        )
         ranks[agent].append(
             {
                 "rank": rank,
                 "arguments": [*arguments, *job.arguments],
-                "environment": rendezvous.variables(rank, local, spread.num_ranks, num_local[host]),
+                "environment": rendezvous.variables(rank, local_rank, spread.num_ranks, num_local[host]),
                 "link": {**link, "rank": rank},
                 "log": str(folder / "logs" / f"rank-{rank}.txt"),
             }
@@ -181,15 +185,15 @@ def rank_orders(
     return ranks
 
 
-class Slow(NamedTuple):
+class SlowRank(NamedTuple):
     rank: int
     stage: int
     seconds: float
     ratio: float
 
     def __str__(self) -> str:
-        more = f"{self.ratio - 1:.0%} above the median of stage {self.stage}"
-        return f"rank {self.rank}: {self.seconds:.3g} s of work a step, {more}"
+        excess_text = f"{self.ratio - 1:.0%} above the median of stage {self.stage}"
+        return f"rank {self.rank}: {self.seconds:.3g} s of work a step, {excess_text}"
 
 
 class Pace:
@@ -197,27 +201,29 @@ class Pace:
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
-        self.seconds: dict[int, deque[float]] = {}
+        self.seconds_by_rank: dict[int, deque[float]] = {}
         self.num_steps = 0
-        self.named: list[str] = []
+        self.named_lines: list[str] = []
 
     def add(self, seconds: Mapping[int, float]) -> None:
         """Add each rank's seconds of work in a step. The first step of a round is left out."""
         self.num_steps += 1
         if self.num_steps > 1:
-            for rank, busy in seconds.items():
-                self.seconds.setdefault(rank, deque(maxlen=STEPS)).append(busy)
+            for rank, busy_seconds in seconds.items():
+                self.seconds_by_rank.setdefault(rank, deque(maxlen=NUM_TIMED_STEPS)).append(busy_seconds)
 
-    def slow(self, spread: Spread) -> list[Slow]:
-        slow = []
-        if self.num_steps <= STEPS:
+    def slow_ranks(self, spread: Spread) -> list[SlowRank]:
+        slow_ranks = []
+        if self.num_steps <= NUM_TIMED_STEPS:
             return []
-        for stage, replicas in enumerate(RankMap.make(spread.num_stages, spread.num_replicas).ranks):
-            typical = {rank: statistics.median(self.seconds[rank]) for rank in replicas}
-            median = statistics.median(typical.values())
-            slow += [
-                Slow(rank, stage, typical_seconds, typical_seconds / median)
-                for rank, typical_seconds in typical.items()
-                if typical_seconds > SLOW * median > 0
+        for stage, replicas in enumerate(RankMap.make(spread.num_stages, spread.num_replicas).ranks_by_stage):
+            typical_seconds_by_rank = {
+                rank: statistics.median(self.seconds_by_rank[rank]) for rank in replicas
+            }
+            median = statistics.median(typical_seconds_by_rank.values())
+            slow_ranks += [
+                SlowRank(rank, stage, typical_seconds, typical_seconds / median)
+                for rank, typical_seconds in typical_seconds_by_rank.items()
+                if typical_seconds > SLOW_RATIO * median > 0
             ]
-        return slow
+        return slow_ranks

@@ -29,11 +29,11 @@ import psutil
 from harness.base import fork_server
 from harness.base.child_process import child_environment
 from harness.base.rank_agent import LOOPBACK
-from methods.pipeline.launch.agent import IMPORTS
+from methods.pipeline.launch.agent import IMPORTED_MODULES
 
-AGENT = "methods.pipeline.launch.agent"
+AGENT_MODULE = "methods.pipeline.launch.agent"
 # variables that ssh passes on
-PASSED_ON = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")
+PASSED_VARIABLES = ("PYTHONPATH", "PYTHONSAFEPATH", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS")
 CLOSE_SECONDS = 5.0  # longest wait for an agent to end
 SILENT_SECONDS = 30.0  # a machine that is silent for so long counts as lost, even if its connection is open
 
@@ -54,13 +54,13 @@ class MachineLine:
         return LOOPBACK if is_this_machine(self.address) else self.address
 
 
-def read_list(path: Path) -> list[MachineLine]:
+def read_machine_list(path: Path) -> list[MachineLine]:
     """Read the machines of a list. Raises ValueError if the file cannot be read or an address begins with "-"."""
     try:
         text = path.read_text()
     except OSError as error:
         raise ValueError(f"{path}: expected a list of machines, got none: {error.strerror}") from error
-    seen: Counter[str] = Counter()
+    count_of_address: Counter[str] = Counter()
     machines = []
     for address in (line.partition("#")[0].strip() for line in text.splitlines()):
         if address.startswith("-"):
@@ -68,8 +68,8 @@ def read_list(path: Path) -> list[MachineLine]:
                 f"{path}: expected the address of a machine, which begins with no -, got {address!r}"
             )
         if address:
-            machines.append(MachineLine(address, seen[address]))
-            seen[address] += 1
+            machines.append(MachineLine(address, count_of_address[address]))
+            count_of_address[address] += 1
     return machines
 
 
@@ -90,11 +90,24 @@ def is_this_machine(address: str) -> bool:
 def agent_command(address: str) -> list[str]:
     """Return the command that starts an agent on another machine: by srun inside a Slurm job, else by ssh."""
     environment = child_environment()
-    agent = ["env", *(f"{name}={environment[name]}" for name in PASSED_ON if name in environment)]
-    agent += [sys.executable, "-m", AGENT]
+    agent_words = [
+        "env",
+        *(f"{name}={environment[name]}" for name in PASSED_VARIABLES if name in environment),
+    ]
+    agent_words += [sys.executable, "-m", AGENT_MODULE]
     if "SLURM_JOB_ID" in os.environ:
-        return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={address}", *agent]
-    return ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-T", "--", address, shlex.join(agent)]
+        return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={address}", *agent_words]
+    return [
+        "ssh",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ConnectTimeout=20",
+        "-T",
+        "--",
+        address,
+        shlex.join(agent_words),
+    ]
 
 
 class Remote:
@@ -107,28 +120,28 @@ class Remote:
     ) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
-        self.began = self.heard = time.monotonic()
+        self.began_at = self.heard_at = time.monotonic()
         self.pid: int | None = None  # id of the process to kill; None: not yet known
-        answers, writing = os.pipe()
-        with open(log, "a") as errors, open(writing, "wb"):
+        read_fd, write_fd = os.pipe()
+        with open(log, "a") as error_file, open(write_fd, "wb"):
             self.process: subprocess.Popen[str] | fork_server.Forked
             if is_this_machine(line.address):
                 self.process = fork_server.start(
-                    AGENT, (writing, errors.fileno()), child_environment(), (), IMPORTS
+                    AGENT_MODULE, (write_fd, error_file.fileno()), child_environment(), (), IMPORTED_MODULES
                 )
             else:
                 self.process = subprocess.Popen(
                     agent_command(line.address),
                     stdin=subprocess.PIPE,
-                    stdout=writing,
-                    stderr=errors,
+                    stdout=write_fd,
+                    stderr=error_file,
                     text=True,
                     start_new_session=True,
                     env=child_environment(),
                 )
                 self.pid = self.process.pid
         assert self.process.stdin
-        self.orders, self.answers = self.process.stdin, open(answers)  # noqa: SIM115
+        self.orders, self.answers = self.process.stdin, open(read_fd)  # noqa: SIM115
         self.thread = threading.Thread(target=self._listen, args=(reports,), daemon=True)
         self.thread.start()
         self.send(order)
@@ -140,7 +153,7 @@ class Remote:
             self.orders.flush()
 
     def is_silent(self) -> bool:
-        return self.is_ready and time.monotonic() > self.heard + SILENT_SECONDS
+        return self.is_ready and time.monotonic() > self.heard_at + SILENT_SECONDS
 
     def close(self) -> None:
         """Make the agent end its ranks and then itself. Kill an agent that still runs after CLOSE_SECONDS."""
@@ -154,7 +167,7 @@ class Remote:
 
     def _listen(self, reports: queue.SimpleQueue[Any]) -> None:
         for text in self.answers:
-            self.heard = time.monotonic()
+            self.heard_at = time.monotonic()
             with contextlib.suppress(ValueError):  # an agent that is killed may leave half a line
                 event = json.loads(text)
                 if event["kind"] == "ready" and isinstance(self.process, fork_server.Forked):

@@ -13,21 +13,21 @@ import click
 from methods.pipeline.launch.folder import Folder
 from methods.pipeline.launch.job import LaunchJob, SpreadChoice
 from methods.pipeline.launch.launcher import INTERRUPTED, OK, Launcher
-from methods.pipeline.launch.machines import read_list
+from methods.pipeline.launch.machines import read_machine_list
 
-PATH = click.Path(path_type=Path)
-ORIGINALS = {
+PATH_TYPE = click.Path(path_type=Path)
+ORIGINAL_SETTINGS = {
     "allow_interspersed_args": False,
     "ignore_unknown_options": True,
     "help_option_names": ["--help"],
 }
 
 
-@click.command(context_settings=ORIGINALS)
+@click.command(context_settings=ORIGINAL_SETTINGS)
 @click.option(
     "--machine-list",
     "--machine_list",
-    type=PATH,
+    type=PATH_TYPE,
     required=True,
     help="File with one machine's address per line, read again during the job.",
 )
@@ -52,20 +52,20 @@ ORIGINALS = {
 @click.option("--chunk-size", "--chunk_size", type=int, help="Samples per micro-batch.")
 @click.option(
     "--profile",
-    type=PATH,
+    type=PATH_TYPE,
     metavar="FOLDER",
     help="Choose --nstages and --chunk-size by the profile in FOLDER, which Profiler wrote.",
 )
 @click.option(
     "--code-dir",
     "--code_dir",
-    type=PATH,
+    type=PATH_TYPE,
     default=Path(),
     help="Working folder of the ranks; default: the current folder.",
 )
 @click.option(
     "--folder",
-    type=PATH,
+    type=PATH_TYPE,
     default=Path("varuna_job"),
     show_default=True,
     help="Folder of the job's record, checkpoints and logs; a job found there is continued.",
@@ -107,7 +107,7 @@ def launch(
     if not (code_dir / script).is_file():
         raise ValueError(f"{code_dir / script}: expected a script, got none; try --code-dir")
     choice = SpreadChoice(**settings)
-    read_list(machine_list)
+    read_machine_list(machine_list)
     job = LaunchJob(
         machine_list.resolve(),
         script,
@@ -117,15 +117,15 @@ def launch(
         checkpoint_every or None,
         60 * stall_minutes,
     )
-    held = Folder(folder.resolve(), job.identity())
-    if held.state["end"] == "done":
-        other = held.other_code(job.code())
-        note = f"; {other}" if other else ""
-        print(f"done before: {held.path / 'steps.jsonl'}; --folder names another one{note}")
+    job_folder = Folder(folder.resolve(), job.identity())
+    if job_folder.state["end"] == "done":
+        code_text = job_folder.other_code(job.code())
+        note = f"; {code_text}" if code_text else ""
+        print(f"done before: {job_folder.path / 'steps.jsonl'}; --folder names another one{note}")
         sys.exit(OK)
     # As at Ctrl-C, ranks save a checkpoint and end.
     signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    sys.exit(Launcher(job, held, lambda line: print(line, flush=True)).run())
+    sys.exit(Launcher(job, job_folder, lambda line: print(line, flush=True)).run())
 
 
 def main() -> None:

@@ -23,13 +23,21 @@ from harness.run.trace import Trace
 from methods.pipeline import pipeline
 from methods.pipeline.batches import micro_batch_sizes, split_batch
 from methods.pipeline.checkpoint.checkpoints import read_checkpoint
-from methods.pipeline.cut import CutPoint, choose_cuts, cut, num_cuts, probe, specs_of, traced
+from methods.pipeline.cut import (
+    CutPoint,
+    choose_cuts,
+    count_cuts,
+    cut_into_parts,
+    run_without_memory,
+    specs_of,
+    trace_model,
+)
 from methods.pipeline.engine import Stage
 from methods.pipeline.pipeline import Varuna, trace_note
 from methods.pipeline.rank_map import RankMap
-from methods.pipeline.seat import Offer, _backend, take_seat
+from methods.pipeline.seat import Offer, _choose_backend, take_seat
 from methods.pipeline.setup import counted_names, find_shared
-from methods.pipeline.transport import GRADIENT, Inbox, LostPeer, join
+from methods.pipeline.transport import GRADIENT_KIND, Inbox, LostPeer, join
 from tests.methods.pipeline import trainings, user_model
 from tests.support.fake_cuda import FakeCuda, FakeEvent
 from tests.support.ports import free_ports
@@ -246,7 +254,7 @@ INPUTS = {"x": torch.arange(8.0).view(2, 4)}
 
 
 def parts_of(model: nn.Module) -> Any:
-    return cut(model, traced(model, INPUTS), [0])
+    return cut_into_parts(model, trace_model(model, INPUTS), [0])
 
 
 @pytest.mark.parametrize("kind", ["", "residual"])
@@ -273,7 +281,7 @@ def test_a_model_that_cannot_be_cut_is_one_line(kind: str, message: str) -> None
     model = Two(kind)
     with pytest.raises(ValueError, match=message) as error:
         parts = parts_of(model)
-        specs_of(next(probe(parts, INPUTS))[0], 0)
+        specs_of(next(run_without_memory(parts, INPUTS))[0], 0)
         find_shared(model, parts, [])
     assert "\n" not in str(error.value)
 
@@ -322,8 +330,8 @@ def test_cuts_that_are_named_are_taken(trained: dict[str, list[Any]]) -> None:
 
 def test_more_stages_than_cuts_are_refused() -> None:
     model = user_model.make()
-    graph = traced(model, user_model.batch(0, 2))
-    assert num_cuts(graph) == user_model.NUM_BLOCKS
+    graph = trace_model(model, user_model.batch(0, 2))
+    assert count_cuts(graph) == user_model.NUM_BLOCKS
     with pytest.raises(ValueError, match="expected at least 5 CutPoints for 6 stages, got 4"):
         choose_cuts([1] * 5, [True] * 5, 6)
 
@@ -448,7 +456,7 @@ class LinkOfOneStep:
     """Keeps what a step tells."""
 
     def at_boundary(self, model: Any) -> None: ...
-    def alive(self) -> None: ...
+    def tell_alive(self) -> None: ...
     def tell_step(self, model: Any, inputs: Any, facts: dict[str, Any]) -> None:
         self.facts = facts
 
@@ -542,7 +550,7 @@ def test_a_group_has_nccl_if_all_its_ranks_compute_on_gpus(monkeypatch: pytest.M
         (["cuda", "cpu"], "gloo"),
         (["sim"], "gloo"),
     ):
-        assert _backend([json.dumps(Offer(kind)).encode() for kind in kinds]) == backend
+        assert _choose_backend([json.dumps(Offer(kind)).encode() for kind in kinds]) == backend
 
 
 class Counter(nn.Module):
@@ -567,7 +575,7 @@ def test_training_and_evaluation_share_a_models_tensors_on_the_device() -> None:
         model.evaluate({"x": torch.ones(4, 4)})
         evaluated, trained = (
             dict([*part.module.named_parameters(), *part.module.named_buffers()])
-            for part in model.modes.values()
+            for part in model.parts_by_mode.values()
         )
         assert evaluated.keys() == trained.keys() == {"linear.weight", "linear.bias", "scale", "count"}
         for name, tensor in trained.items():
@@ -575,7 +583,7 @@ def test_training_and_evaluation_share_a_models_tensors_on_the_device() -> None:
 
 
 def test_a_message_that_never_comes_names_its_rank() -> None:
-    inbox = Inbox(5, GRADIENT, 0.05)
+    inbox = Inbox(5, GRADIENT_KIND, 0.05)
     with pytest.raises(LostPeer, match=r"no gradient from rank 5 in 0.05 s"):
         inbox.take()
     inbox.close()

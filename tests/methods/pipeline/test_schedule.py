@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from methods.pipeline.schedule import SCHEDULES, SLOTS, orders, step_seconds
+from methods.pipeline.schedule import SCHEDULES, SLOTS, orders, simulate_step_seconds
 
 GRID = [(stages, micro_batches) for stages in (1, 2, 3, 5, 8) for micro_batches in (1, 2, 4, 9)]
 
@@ -47,7 +47,7 @@ def test_every_stage_does_every_pass_once_in_the_order_of_micro_batches(
 def test_no_order_waits_for_itself(schedule: str, num_stages: int, num_micro_batches: int) -> None:
     """And no step is shorter than its longest stage."""
     passes = [SLOTS] * num_stages
-    [seconds] = step_seconds(schedule, [(passes, num_micro_batches, 0.0)])
+    [seconds] = simulate_step_seconds(schedule, [(passes, num_micro_batches, 0.0)])
     assert seconds >= 3 * num_micro_batches
 
 
@@ -55,13 +55,15 @@ def test_the_bubble_of_gpipe_is_that_of_its_paper() -> None:
     """With F and R + B as one unit each: (M + P - 1) of both (Huang et al. 2019, section 2.3)."""
     for num_stages, num_micro_batches in GRID:
         passes = [{"F": 1.0, "R": 0.0, "B": 1.0}] * num_stages
-        [seconds] = step_seconds("gpipe", [(passes, num_micro_batches, 0.0)])
+        [seconds] = simulate_step_seconds("gpipe", [(passes, num_micro_batches, 0.0)])
         assert seconds == 2 * (num_micro_batches + num_stages - 1)
 
 
 def test_varuna_saves_the_last_stages_recompute() -> None:
     """Stages of F = R = 1 and B = 2: the last one has 3 slots a micro-batch, the others 4."""
-    [varuna], [gpipe] = (step_seconds(name, [([SLOTS] * 4, 64, 0.0)]) for name in ("varuna", "gpipe"))
+    [varuna], [gpipe] = (
+        simulate_step_seconds(name, [([SLOTS] * 4, 64, 0.0)]) for name in ("varuna", "gpipe")
+    )
     assert 4 * 64 < varuna < gpipe
 
 
@@ -82,7 +84,7 @@ def test_stages_wait_as_long_as_the_authors_drew() -> None:
     all others keep: 25 stages would waste less than 20 and 30."""
     shapes = [(stages, factor * stages) for stages in WASTED for factor in range(2, 11)]
     pipelines = [([SLOTS] * stages, number, 0.01) for stages, number in shapes]
-    steps = step_seconds("varuna", pipelines, is_opportunistic=False)
+    steps = simulate_step_seconds("varuna", pipelines, is_opportunistic=False)
     wasted = [100 * (1 - 4 * number / seconds) for (_, number), seconds in zip(shapes, steps, strict=True)]
     drawn = [point for curve in WASTED.values() for point in curve]
     far = [
@@ -94,7 +96,7 @@ def test_stages_wait_as_long_as_the_authors_drew() -> None:
 def test_a_message_under_way_delays_what_waits_for_it() -> None:
     """One micro-batch through two stages: F up, and B down, each after a message of 5 s."""
     # F, message, F and B above, message, B below: R is done while the message is under way.
-    assert step_seconds("varuna", [([SLOTS] * 2, 1, 5.0)]) == [1 + 5 + 3 + 5 + 2]
+    assert simulate_step_seconds("varuna", [([SLOTS] * 2, 1, 5.0)]) == [1 + 5 + 3 + 5 + 2]
 
 
 def test_an_unknown_schedule_is_named() -> None:

@@ -110,11 +110,11 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=user_model.LEARNING_RATE)
     model.set_optimizer(optimizer, init_loss_scale=training.get("scale", 2.0**10))
     torch.manual_seed(model.stage)
-    result: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "active": model.active}
+    result: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "active": model.active_cuts}
     result["here"] = sorted(name for name, weight in whole.named_parameters() if not weight.is_meta)
     first = model.load_checkpoint(training["load"]) if "load" in training else 0
     for step in range(first, steps):
-        share = user_model.share(user_model.batch(step, size), model.replica, model.ranks.num_replicas)
+        share = user_model.share(user_model.batch(step, size), model.replica, model.rank_map.num_replicas)
         loss, overflow = model.step(share, clip_grad_max_norm=user_model.MAX_NORM)
         if not overflow:
             optimizer.step()
@@ -123,7 +123,7 @@ def by_user(training: dict[str, Any]) -> dict[str, Any]:
         result["skipped"].append(overflow)
     if "save" in training:
         model.checkpoint(training["save"]).result()
-    share = user_model.share(user_model.batch(steps, size), model.replica, model.ranks.num_replicas)
+    share = user_model.share(user_model.batch(steps, size), model.replica, model.rank_map.num_replicas)
     model.eval()
     result["evaluated"] = model.evaluate(share)
     result["part"] = {name: weight.flatten().tolist() for name, weight in model.state_dict().items()}

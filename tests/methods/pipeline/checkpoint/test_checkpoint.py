@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from methods.pipeline.checkpoint import files
 from methods.pipeline.checkpoint.checkpoints import Checkpoints, GptProgress, read_checkpoint
-from methods.pipeline.checkpoint.folders import COMPLETE, checkpoint_folder, complete_steps, find_checkpoint
+from methods.pipeline.checkpoint.folders import TABLE_FILE, checkpoint_folder, complete_steps, find_checkpoint
 from tests.support.ranks import on_ranks
 
 MOMENTS = 20
@@ -80,7 +80,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, where: str) -> None:
     else:
         table = files.read_table(path)
         table.planner_data = bad
-        (path / COMPLETE).write_bytes(pickle.dumps(bad if where == "table of contents" else table))
+        (path / TABLE_FILE).write_bytes(pickle.dumps(bad if where == "table of contents" else table))
     with pytest.raises(
         ValueError, match=rf"{path}: expected a checkpoint, got damaged or foreign files"
     ) as error:
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_an_older_python_is_read_checkpoint(
     """Before 3.11.4 an enumeration's member is pickled as a call of getattr."""
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
-    assert b"getattr" in (checkpoint_folder(tmp_path, 7) / COMPLETE).read_bytes()
+    assert b"getattr" in (checkpoint_folder(tmp_path, 7) / TABLE_FILE).read_bytes()
     assert state(1)[2].load(tmp_path, dict) == (7, {"step": 7})
 
 
@@ -105,7 +105,7 @@ def test_getattr_in_a_checkpoint_reaches_no_more_than_an_enumeration(tmp_path: P
             return getattr, (Metadata, "__init__")
 
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
-    (checkpoint_folder(tmp_path, 7) / COMPLETE).write_bytes(pickle.dumps(Asks()))
+    (checkpoint_folder(tmp_path, 7) / TABLE_FILE).write_bytes(pickle.dumps(Asks()))
     with pytest.raises(ValueError, match="it asks for __init__ of what is no enumeration"):
         read_checkpoint(tmp_path)
 
@@ -170,7 +170,7 @@ def test_a_size_that_the_files_do_not_have_takes_no_memory(tmp_path: Path, part:
     table = files.read_table(path)
     name = next(name for name in table.state_dict_metadata if name.startswith(part))
     table.state_dict_metadata[name].size = torch.Size([10**13])
-    (path / COMPLETE).write_bytes(pickle.dumps(table))
+    (path / TABLE_FILE).write_bytes(pickle.dumps(table))
     for load in (lambda: read_checkpoint(tmp_path), lambda: state(1)[2].load(tmp_path, GptProgress)):
         with pytest.raises(
             ValueError, match=r"expected files with the table's \d+ bytes of tensors, got \d+"
@@ -189,8 +189,8 @@ def test_a_weight_of_another_shape_is_of_another_model(tmp_path: Path) -> None:
 
 def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:
     state(7)[2].save(tmp_path, 7, PROGRESS).result()
-    (checkpoint_folder(tmp_path, 7) / COMPLETE).unlink()
-    os.mkfifo(checkpoint_folder(tmp_path, 7) / COMPLETE)
+    (checkpoint_folder(tmp_path, 7) / TABLE_FILE).unlink()
+    os.mkfifo(checkpoint_folder(tmp_path, 7) / TABLE_FILE)
     with pytest.raises(ValueError, match="expected a regular file"):
         read_checkpoint(tmp_path)
 
@@ -201,7 +201,7 @@ def test_a_pipe_in_place_of_a_table_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_table_changes_no_class(tmp_path: Path, name: bytes) -> None:
     """A state of two parts sets attributes of whatever is built."""
     state(7)[2].save(tmp_path, 7, {"step": 7}).result()
-    table = checkpoint_folder(tmp_path, 7) / COMPLETE
+    table = checkpoint_folder(tmp_path, 7) / TABLE_FILE
     table.write_bytes(b"\x80\x04" + name + b"N}X\x07\0\0\0changedK\x01s\x86b0" + table.read_bytes()[2:])
     with pytest.raises(ValueError, match="it changes <class "):
         read_checkpoint(tmp_path)
@@ -216,7 +216,7 @@ def test_a_table_that_leads_out_of_its_folder_is_not_followed(tmp_path: Path, na
     table = files.read_table(path)
     for stored in table.storage_data.values():
         stored.relative_path = name
-    (path / COMPLETE).write_bytes(pickle.dumps(table))
+    (path / TABLE_FILE).write_bytes(pickle.dumps(table))
     with pytest.raises(ValueError, match="expected files in the checkpoint's folder, got "):
         state(1)[2].load(tmp_path, GptProgress)
 
@@ -274,7 +274,7 @@ def test_what_changes_after_the_call_is_not_in_the_checkpoint(tmp_path: Path) ->
 def test_an_incomplete_checkpoint_is_never_taken(tmp_path: Path) -> None:
     for step in (1, 2):
         state(step)[2].save(tmp_path, step, {"step": step}).result()
-    (checkpoint_folder(tmp_path, 2) / COMPLETE).unlink()
+    (checkpoint_folder(tmp_path, 2) / TABLE_FILE).unlink()
     assert find_checkpoint(tmp_path)[1] == 1
     with pytest.raises(ValueError, match="expected a complete checkpoint of step 2, got steps 1"):
         find_checkpoint(tmp_path, 2)

@@ -15,9 +15,9 @@ from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.core.rates import Rates
 from methods.pipeline.config.auto_config import AutoConfig, ConfigRow, predict_steps
-from methods.pipeline.config.partition import gpt_stages, group
+from methods.pipeline.config.partition import gpt_stages, group_sections
 from methods.pipeline.config.profile import (
-    FILE,
+    PROFILE_FILE,
     GptCosts,
     Message,
     Profile,
@@ -26,7 +26,7 @@ from methods.pipeline.config.profile import (
     Sum,
     read_profile,
 )
-from methods.pipeline.schedule import step_seconds
+from methods.pipeline.schedule import simulate_step_seconds
 
 MANY = 1000.0  # seconds
 
@@ -100,7 +100,7 @@ def test_grouping_is_the_best_of_all() -> None:
     for _ in range(30):
         below, last = ([draws.randint(1, 9) for _ in range(6)] for _ in range(2))
         weighs = [draws.random() > 0.3 for _ in below]
-        for number, best in enumerate(group(below, last, weighs), start=1):
+        for number, best in enumerate(group_sections(below, last, weighs), start=1):
             longest = {}
             for cuts in itertools.combinations(range(5), number - 1):
                 ends = [0, *(index + 1 for index in cuts), 6]
@@ -222,7 +222,7 @@ def test_many_micro_batches_are_predicted_as_the_rules_have_it(
 ) -> None:
     passes = [{"F": 1.0, "R": float(stage < num_stages - 1), "B": 2.0} for stage in range(num_stages)]
     row = ConfigRow(num_stages, 1, 1, num_micro_batches, 0, True, (), tuple(passes), send_seconds, 0.0, 0.0)
-    [exact] = step_seconds("varuna", [(passes, num_micro_batches, send_seconds)])
+    [exact] = simulate_step_seconds("varuna", [(passes, num_micro_batches, send_seconds)])
     assert predict_steps([row]) == pytest.approx([exact], rel=0.015)
     assert row.least_seconds <= exact + 1e-9
 
@@ -306,7 +306,7 @@ def test_a_profile_is_read_as_written(tmp_path: Path) -> None:
 )
 def test_what_is_no_profile_is_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     data = json.loads(profile([cost(1)]).write(tmp_path).read_text())
-    (tmp_path / FILE).write_text(json.dumps({**data, **change}))
+    (tmp_path / PROFILE_FILE).write_text(json.dumps({**data, **change}))
     with pytest.raises(ValueError) as error:
         read_profile(tmp_path)
     assert message in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
@@ -315,7 +315,7 @@ def test_what_is_no_profile_is_one_line(tmp_path: Path, change: dict[str, Any], 
 def test_a_folder_without_a_profile_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"profile.json: no such file; try Profiler\(...\).profile_all"):
         read_profile(tmp_path)
-    (tmp_path / FILE).write_text("{")
+    (tmp_path / PROFILE_FILE).write_text("{")
     with pytest.raises(ValueError, match="expected a profile: "):
         read_profile(tmp_path)
 

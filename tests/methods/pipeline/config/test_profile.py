@@ -17,7 +17,7 @@ from harness.core.job import Job, Workload
 from harness.devices import device_lock, machine
 from methods.pipeline.config import measure_model, measured_profile, profiler
 from methods.pipeline.config.profile import Profile, read_profile
-from methods.pipeline.config.profiler import tensor_bytes
+from methods.pipeline.config.profiler import device_tensor_bytes
 from methods.varuna import AutoConfig, CutPoint, Profiler
 from tests.methods.pipeline import user_model
 from tests.methods.pipeline.trainings import see_gpus
@@ -174,8 +174,8 @@ def test_a_gpus_context_and_reserve_are_not_for_tensors(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=16 * 2**30)
     )
-    assert tensor_bytes(torch.device("cuda")) == 15 * 2**30 * 31 // 32
-    assert tensor_bytes(torch.device("cpu")) is None
+    assert device_tensor_bytes(torch.device("cuda")) == 15 * 2**30 * 31 // 32
+    assert device_tensor_bytes(torch.device("cpu")) is None
 
 
 def test_what_comes_too_early_or_has_no_sizes_is_refused(tmp_path: Path) -> None:
@@ -216,14 +216,14 @@ def test_the_verb_tells_why_ranks_with_too_few_gpus_measure_the_cpu(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     see_gpus(monkeypatch, 1)
-    assert measure_model.measure(order(tmp_path, "auto")).endswith(
+    assert measure_model.measure_model(order(tmp_path, "auto")).endswith(
         "the machine of rank 0 has 2 ranks and 1 GPU"
     )
     assert read_profile(tmp_path).device_bytes is None
     with pytest.raises(
         ValueError, match=r"expected a GPU for each of --ranks 2, got 1; try fewer ranks, or --device cpu"
     ):
-        measure_model.measure(order(tmp_path, "cuda"))
+        measure_model.measure_model(order(tmp_path, "cuda"))
 
 
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_error_of_several_lines_is_told_whole(monkeypatch: pytest.MonkeyPatch
     def fail(order: Any) -> str:
         raise RuntimeError("CUDA error: invalid device ordinal\nCompile with `TORCH_USE_CUDA_DSA`")
 
-    monkeypatch.setattr(measure_model, "measure", fail)
+    monkeypatch.setattr(measure_model, "measure_model", fail)
     reading, writing = os.pipe()
     with pytest.raises(RuntimeError):
         measure_model.measure_as_rank({}, {}, writing)

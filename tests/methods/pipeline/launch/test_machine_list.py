@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from methods.pipeline.launch.machines import agent_command, read_list
+from methods.pipeline.launch.machines import agent_command, read_machine_list
 
 
 def test_an_address_that_ssh_would_take_for_an_option_is_refused(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_an_address_that_ssh_would_take_for_an_option_is_refused(tmp_path: Path)
         ValueError,
         match=r"machines.txt: expected the address of a machine, which begins with no -, got '-oProxyCommand",
     ):
-        read_list(path)
+        read_machine_list(path)
 
 
 def test_ssh_takes_the_address_for_an_address() -> None:

@@ -28,9 +28,15 @@ from harness.base.child_process import child_environment
 from methods.pipeline.checkpoint.checkpoints import Checkpoints
 from methods.pipeline.launch import link
 from methods.pipeline.launch.folder import Folder, read_lines, step_line
-from methods.pipeline.launch.job import STEPS, LaunchJob, Pace, Spread, SpreadChoice
+from methods.pipeline.launch.job import NUM_TIMED_STEPS, LaunchJob, Pace, Spread, SpreadChoice
 from methods.pipeline.launch.launcher import Launcher
-from methods.pipeline.launch.machines import MachineLine, Remote, agent_command, is_this_machine, read_list
+from methods.pipeline.launch.machines import (
+    MachineLine,
+    Remote,
+    agent_command,
+    is_this_machine,
+    read_machine_list,
+)
 from methods.pipeline.pipeline import Varuna
 from tests.methods.pipeline import user_model
 from tests.support import forks
@@ -160,9 +166,9 @@ def test_a_step_that_was_done_again_must_have_been_right_before() -> None:
 
 def test_a_digest_of_samples_does_not_depend_on_how_replicas_share_them() -> None:
     whole = user_model.batch(3, 6)
-    parts = [link.digest(user_model.share(whole, replica, 3)) for replica in range(3)]
-    assert link.digest(whole) == [number for part in parts for number in part]
-    assert len(set(link.digest(whole))) == 6
+    parts = [link.sample_digests(user_model.share(whole, replica, 3)) for replica in range(3)]
+    assert link.sample_digests(whole) == [number for part in parts for number in part]
+    assert len(set(link.sample_digests(whole))) == 6
 
 
 # ---- What the launcher decides
@@ -170,7 +176,7 @@ def test_a_digest_of_samples_does_not_depend_on_how_replicas_share_them() -> Non
 
 def test_an_address_on_two_lines_is_two_machines(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# ours\n10.0.0.1\n\n10.0.0.2  # slow\n10.0.0.1\n")
-    assert read_list(tmp_path / "list") == [
+    assert read_machine_list(tmp_path / "list") == [
         MachineLine("10.0.0.1", 0),
         MachineLine("10.0.0.2", 0),
         MachineLine("10.0.0.1", 1),
@@ -203,11 +209,11 @@ def test_what_chooses_is_given_once() -> None:
 def test_slow_ranks_are_those_above_the_median_of_their_stage() -> None:
     """By hand: stages 0,2,4 and 1,3,5; rank 4 takes 1.2 times as long as ranks 0 and 2, rank 3 1.1 times as 1 and 5."""
     pace, seconds = Pace(2), {0: 1.0, 2: 1.0, 4: 1.2, 1: 5.0, 3: 5.5, 5: 5.0}
-    for _ in range(STEPS):
+    for _ in range(NUM_TIMED_STEPS):
         pace.add(seconds)
-        assert not pace.slow(Spread(2, 3, 1))
+        assert not pace.slow_ranks(Spread(2, 3, 1))
     pace.add(seconds)
-    assert [str(slow) for slow in pace.slow(Spread(2, 3, 1))] == [
+    assert [str(slow) for slow in pace.slow_ranks(Spread(2, 3, 1))] == [
         "rank 4: 1.2 s of work a step, 20% above the median of stage 0"
     ]
 
@@ -227,8 +233,8 @@ def test_steps_that_another_state_of_the_script_has_trained_are_told(tmp_path: P
     (tmp_path / "_rates.py").write_text("RATE = 3e-3")
     job = LaunchJob(tmp_path / "list", "a.py", (), tmp_path, SpreadChoice(12, 1, 1, 2, None))
     held = Folder(tmp_path, job.identity())
-    held.keep(code=job.code())
-    held.record({"step": 7})
+    held.keep_state(code=job.code())
+    held.record_step({"step": 7})
     script.write_text("import _rates  # the rates")
     assert held.other_code(job.code()) == ""
     (tmp_path / "_rates.py").write_text("RATE = 3e-4")
@@ -242,7 +248,7 @@ def test_the_record_goes_on_after_the_checkpoint(tmp_path: Path) -> None:
     """A line that a kill cut off does not count."""
     held = Folder(tmp_path, {})
     for step in (1, 2, 3):
-        held.record({"step": step})
+        held.record_step({"step": step})
     held.steps.write('{"step": 4, "lo')
     held.steps.flush()
     (held.checkpoints / "step_00000002").mkdir()
@@ -301,7 +307,7 @@ def test_of_old_checkpoints_a_copy_of_another_name_is_kept(tmp_path: Path) -> No
     ):
         (held.checkpoints / name).mkdir()
         (held.checkpoints / name / ".metadata").touch()
-    held.prune()
+    held.prune_checkpoints()
     left = ["step_00000001.bak", "step_00000003", "step_00000004", "step_1"]
     assert sorted(path.name for path in held.checkpoints.iterdir()) == left
 
@@ -309,7 +315,7 @@ def test_of_old_checkpoints_a_copy_of_another_name_is_kept(tmp_path: Path) -> No
 def test_a_checkpoint_beyond_the_record_is_not_taken(tmp_path: Path) -> None:
     """Its steps would be missing: ranks that outlived their launcher wrote it."""
     held = Folder(tmp_path, {})
-    held.record({"step": 1})
+    held.record_step({"step": 1})
     for step in (1, 2):
         (held.checkpoints / f"step_0000000{step}").mkdir()
         (held.checkpoints / f"step_0000000{step}" / ".metadata").touch()
@@ -335,8 +341,8 @@ def seat(folder: Path, addresses: Sequence[str], per_machine: int) -> tuple[Laun
     choice = SpreadChoice(num_ranks, per_machine, 1, 1)
     held = Folder(folder / "job", {})
     launcher = Launcher(LaunchJob(folder / "list", "script.py", [], folder, choice), held, said.append)
-    agents: list[Any] = [*map(RecordingAgent, launcher.listed)]
-    launcher._seat(launcher._start(choice.spread(num_ranks), agents), "127.0.0.1", 1)
+    agents: list[Any] = [*map(RecordingAgent, launcher.listed_machines)]
+    launcher._start_ranks(launcher._start_round(choice.spread(num_ranks), agents), "127.0.0.1", 1)
     held.locks[0].close()
     return launcher, agents, said
 
@@ -530,14 +536,14 @@ def test_a_signal_to_the_launcher_reaches_the_script_whose_handler_must_save(
 
 SAVES_BY_ITSELF = f"""
 import os, time, torch
-from methods.pipeline.launch.link import done
+from methods.pipeline.launch.link import completed_future
 {EXAMPLE}
 
 class Varuna(own_gpt.Varuna):
     def checkpoint(self):
         torch.save([dict(self.named_parameters()), self.optimizer.state_dict()], "own.pt")
         self.saved()
-        return done()
+        return completed_future()
 
     def load_checkpoint(self, step):
         weights, state = torch.load("own.pt")
