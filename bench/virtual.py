@@ -14,7 +14,13 @@ import torch
 
 from harness.base.checkout import ROOT
 from methods.streaming.placement.placement import HOMES
-from methods.streaming.placement.virtual_schedule import CLIP_NORMS, DTYPES, NAME, ScheduledStep, point
+from methods.streaming.placement.virtual_schedule import (
+    CLIP_NORMS,
+    DTYPES,
+    METHOD_NAME,
+    ScheduledStep,
+    schedule_step,
+)
 
 # Points with one sample a step: machine, number of layers, tokens of the sample.
 SAMPLES = [("h200", 100, 16384), ("h200", 48, 131072), ("rtx4090", 48, 65536), ("rtx4090", 48, 98304)]
@@ -25,8 +31,9 @@ def line(title: str, found: ScheduledStep | str) -> str:
     if isinstance(found, str):
         return f"{title} | {found} | | | |"
     return (
-        f"{title} {found.placement} | {found.binds} | {1000 * found.bound:.0f} | {1000 * found.schedule:.0f} |"
-        f" {100 * found.share:.0f} % | {100 * found.resident / found.schedule:.0f} % |"
+        f"{title} {found.placement} | {found.binds} | {1000 * found.bound_seconds:.0f} |"
+        f" {1000 * found.schedule_seconds:.0f} |"
+        f" {100 * found.bound_share:.0f} % | {100 * found.resident_seconds / found.schedule_seconds:.0f} % |"
     )
 
 
@@ -43,7 +50,8 @@ def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out
     lines = [
         "# The schedule under a virtual clock (clock: virtual; nothing here was measured)",
         "",
-        f"By `python -m bench.virtual`. A step of {NAME} at the published shape, in milliseconds: the bound of its",
+        f"By `python -m bench.virtual`. A step of {METHOD_NAME} at the published shape, in milliseconds: the bound"
+        " of its",
         "placement by the planner's rows, what the schedule takes under the clock, and its speed beside that of a",
         "device that could hold everything. Machines and rates are those of machines.yaml. Layers: R resident,",
         "P parked, W windowed, S streamed, ~S and ~R streamed and resident among the others. Updates that are made",
@@ -58,7 +66,7 @@ def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out
         for num_layers in map(int, layers.split(",")):
             for clipping in wanted:
                 title = f"| {name} {DTYPES[name]} | {num_layers} | {clipping or 'none'} |"
-                lines.append(line(title, point(name, num_layers, clipping)))
+                lines.append(line(title, schedule_step(name, num_layers, clipping)))
                 print(lines[-1], flush=True)
     lines += [
         "",
@@ -71,7 +79,7 @@ def main(machines: tuple[str, ...], layers: str, clippings: tuple[str, ...], out
     for (name, num_layers, tokens), home in itertools.product(SAMPLES, HOMES):
         if name in machines:
             title = f"| {name} {DTYPES[name]} | {num_layers} | {tokens} | {home} |"
-            lines.append(line(title, point(name, num_layers, "deferred", tokens, home)))
+            lines.append(line(title, schedule_step(name, num_layers, "deferred", tokens, home)))
             print(lines[-1], flush=True)
     out.write_text("\n".join(lines) + "\n")
 

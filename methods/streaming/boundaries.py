@@ -24,7 +24,7 @@ from methods.offload.transfer import copy
 from methods.shared.memory_needs import aligned
 from methods.streaming.placement.placement import num_boundaries
 
-ALIGNED = 16  # each input begins in a slot at a multiple of this many bytes
+ALIGNMENT_BYTES = 16  # each input begins in a slot at a multiple of this many bytes
 
 
 class BoundarySlot:
@@ -34,13 +34,13 @@ class BoundarySlot:
     def __init__(self, device: Device, num_bytes: int) -> None:
         self.device, self.slab = device, device.room(num_bytes, torch.uint8, host=False)
         # event: the last copy out of the slot, or into the slot, is complete; None: no copy yet
-        self.copied: Any = None
+        self.copied_event: Any = None
 
     def take(self, num_bytes: int) -> Tensor:
         """Return the first `num_bytes` of the slot; grow the slot if it has fewer. The last copy may still read or fill
         the slot: make the compute stream wait for this copy alone."""
-        if self.copied is not None:
-            self.device.compute.wait_event(self.copied)
+        if self.copied_event is not None:
+            self.device.compute.wait_event(self.copied_event)
         if len(self.slab) < num_bytes:
             del self.slab  # frees the old memory first, unless another layer's inputs are in it
             self.slab = self.device.room(num_bytes, torch.uint8, host=False)
@@ -55,42 +55,40 @@ class Boundary:
     def __init__(
         self, layer_name: str, slot: BoundarySlot, below: Boundary | None, *, goes_home: bool, num_bytes: int
     ) -> None:
-        self.device, self.layer_name, self.slot, self.below, self.goes_home = (
-            slot.device,
-            layer_name,
-            slot,
-            below,
-            goes_home,
-        )
-        self.home = torch.empty(0, dtype=torch.uint8)
-        self.kept_inputs: Tensor | None = (
-            None  # the part of the slot that the inputs fill; None: no inputs are kept
-        )
+        self.device, self.layer_name, self.slot = slot.device, layer_name, slot
+        self.below, self.goes_home = below, goes_home
+        self.host_room = torch.empty(0, dtype=torch.uint8)
+        # the part of the slot that the inputs fill; None: no inputs are kept
+        self.kept_inputs: Tensor | None = None
         # event: the inputs are in the slot again; None: compute need not wait for the inputs
-        self.returned: Any = None
+        self.returned_event: Any = None
         if goes_home:
             self._grow(num_bytes)
 
-    def keep(self, xs: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def keep(self, inputs_of_micro_batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Copy the inputs that travel into the slot, and queue their copy to the host. Return all inputs; the inputs
         that travel are now views of the slot. If torch's gradients are off, no backward pass follows, so nothing is
         kept."""
         if not torch.is_grad_enabled():
-            return xs
-        inputs_that_travel = filter(_travels, chain.from_iterable(xs))
-        sizes = (aligned(tensor.nbytes, ALIGNED) for tensor in inputs_that_travel)
-        places = list(pairwise(accumulate(sizes, initial=0)))
-        self.kept_inputs = room = self.slot.take(places[-1][1] if places else 0)
-        slot_parts = iter([room[start:end] for start, end in places])
-        kept = [
-            tuple(_kept_in_slot(next(slot_parts), tensor) if _travels(tensor) else tensor for tensor in x)
-            for x in xs
-        ]
+            return inputs_of_micro_batches
+        inputs_that_travel = filter(_travels, chain.from_iterable(inputs_of_micro_batches))
+        slot_sizes = (aligned(tensor.nbytes, ALIGNMENT_BYTES) for tensor in inputs_that_travel)
+        slot_ranges = list(pairwise(accumulate(slot_sizes, initial=0)))
+        self.kept_inputs = slot_room = self.slot.take(slot_ranges[-1][1] if slot_ranges else 0)
+        slot_parts = iter([slot_room[start:end] for start, end in slot_ranges])
+        kept_inputs = []
+        for inputs in inputs_of_micro_batches:
+            kept_inputs.append(
+                tuple(
+                    _keep_in_slot(next(slot_parts), tensor) if _travels(tensor) else tensor
+                    for tensor in inputs
+                )
+            )
         if self.goes_home:
-            self._grow(len(room))
-            done, pairs = self.device.compute.record_event(), [(self.home[: len(room)], room)]
-            self.slot.copied = copy(self.device, "outbound", "boundary", self.layer_name, [done], pairs)
-        return kept
+            self._grow(len(slot_room))
+            done, pairs = self.device.compute.record_event(), [(self.host_room[: len(slot_room)], slot_room)]
+            self.slot.copied_event = copy(self.device, "outbound", "boundary", self.layer_name, [done], pairs)
+        return kept_inputs
 
     @property
     def num_bytes(self) -> int:
@@ -99,9 +97,9 @@ class Boundary:
 
     def arrive(self) -> None:
         """Make the compute stream wait until the inputs are in the slot."""
-        if self.returned is not None:
-            self.device.compute.wait_event(self.returned)
-            self.returned = None
+        if self.returned_event is not None:
+            self.device.compute.wait_event(self.returned_event)
+            self.returned_event = None
 
     def leave(self) -> None:
         """After the layer's backward pass, queue the copy of the next boundary from the host into this slot."""
@@ -113,20 +111,18 @@ class Boundary:
         """Queue the copy of the inputs from the host into the slot. Their copy to the host is complete: the compute
         stream waited for this copy before it reused the slot."""
         assert self.kept_inputs is not None
-        free, pairs = (
-            self.device.compute.record_event(),
-            [(self.kept_inputs, self.home[: len(self.kept_inputs)])],
-        )
-        self.returned = self.slot.copied = copy(
+        free = self.device.compute.record_event()
+        pairs = [(self.kept_inputs, self.host_room[: len(self.kept_inputs)])]
+        self.returned_event = self.slot.copied_event = copy(
             self.device, "inbound", "boundary", self.layer_name, [free], pairs
         )
 
     def _grow(self, num_bytes: int) -> None:
         """Make the memory on the host at least `num_bytes` large."""
-        if len(self.home) < num_bytes:
-            self.device.unlock_room(self.home)
-            del self.home  # free the old memory before the larger one is made
-            self.home = self.device.room(num_bytes, torch.uint8, host=True)
+        if len(self.host_room) < num_bytes:
+            self.device.unlock_room(self.host_room)
+            del self.host_room  # free the old memory before the larger one is made
+            self.host_room = self.device.room(num_bytes, torch.uint8, host=True)
 
 
 def boundaries_on_host(device: Device, layer_names: Sequence[str], num_bytes: int) -> list[Boundary]:
@@ -134,9 +130,9 @@ def boundaries_on_host(device: Device, layer_names: Sequence[str], num_bytes: in
     so has each boundary's memory on the host, if the boundary needs any."""
     slots = [BoundarySlot(device, num_bytes) for _ in range(num_boundaries(len(layer_names)))]
     boundaries: list[Boundary] = []
-    for place, layer_name in enumerate(layer_names):
-        below = boundaries[place - len(slots)] if place >= len(slots) else None
-        goes_home, slot = place + len(slots) < len(layer_names), slots[place % len(slots)]
+    for layer_index, layer_name in enumerate(layer_names):
+        below = boundaries[layer_index - len(slots)] if layer_index >= len(slots) else None
+        goes_home, slot = layer_index + len(slots) < len(layer_names), slots[layer_index % len(slots)]
         boundaries.append(Boundary(layer_name, slot, below, goes_home=goes_home, num_bytes=num_bytes))
     return boundaries
 
@@ -147,12 +143,11 @@ def _travels(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, nn.Parameter)
 
 
-def _kept_in_slot(part: Tensor, x: Tensor) -> Tensor:
+def _keep_in_slot(slot_part: Tensor, x: Tensor) -> Tensor:
     """Return a copy of x in this part of a slot, with x's strides if these leave no gaps. The copy is returned through
     `.data`, so that autograd does not notice when other layers overwrite the slot."""
-    room = part[: x.nbytes].view(x.dtype)
-    is_dense = (
-        1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) == x.numel()
-    )
-    room = room.as_strided(x.shape, x.stride()) if is_dense else room.view(x.shape)
-    return room.copy_(x.detach()).data.requires_grad_()
+    slot_view = slot_part[: x.nbytes].view(x.dtype)
+    last_element = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    is_dense = last_element + 1 == x.numel()
+    slot_view = slot_view.as_strided(x.shape, x.stride()) if is_dense else slot_view.view(x.shape)
+    return slot_view.copy_(x.detach()).data.requires_grad_()

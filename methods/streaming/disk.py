@@ -25,7 +25,7 @@ from methods.offload.state import kept_dtypes
 from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
 
 
-class File:
+class StateFile:
     """An unlinked file, opened with the system's cache and, if the file system supports O_DIRECT, a second time without
     the cache.
 
@@ -33,8 +33,8 @@ class File:
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        handle, path = tempfile.mkstemp(dir=folder)
-        self.cached = self.direct = os.fdopen(handle, "r+b", buffering=0)
+        descriptor, path = tempfile.mkstemp(dir=folder)
+        self.cached = self.direct = os.fdopen(descriptor, "r+b", buffering=0)
         with suppress(OSError):  # the file system has no O_DIRECT
             self.direct = os.fdopen(os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0)), "r+b", buffering=0)
         os.unlink(path)
@@ -64,7 +64,7 @@ class Disk:
     def __init__(self, device: Device, folder: Path, num_layers: int, numel: int, dtype: str) -> None:
         self.device, self.folder, self.dtypes = device, folder, kept_dtypes(dtype)
         self.numel = stored_numel(numel)
-        self.files = [File(folder, num_layers * self.numel * dtype.itemsize) for dtype in self.dtypes]
+        self.files = [StateFile(folder, num_layers * self.numel * dtype.itemsize) for dtype in self.dtypes]
         self.buffers = [
             [device.room(self.numel, dtype, host=True) for dtype in self.dtypes]
             for _ in range(min(NUM_BUFFERS, num_layers))
@@ -79,10 +79,13 @@ class Disk:
 class Shelf:
     """One layer's place in the files."""
 
-    def __init__(self, disk: Disk, place: int) -> None:
+    def __init__(self, disk: Disk, layer_index: int) -> None:
         self.disk, self.prefix = disk, ""  # prefix: the beginning of the names of the layer's tensors
-        sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
-        self.state = [file.at(place * size) for file, size in zip(disk.files, sizes, strict=True)]
+        state_sizes = (disk.numel * dtype.itemsize for dtype in disk.dtypes)
+        self.state = [
+            file.at(layer_index * state_size)
+            for file, state_size in zip(disk.files, state_sizes, strict=True)
+        ]
         self.last_visit: Any = None  # the future of the last visit(); None: no visit yet
 
     def visit(self, update: Callable[[list[Tensor]], Any]) -> Any:
@@ -108,9 +111,9 @@ class Shelf:
         if self.last_visit is not None:
             self.last_visit.result().result()
         # not page-locked: no device reads it
-        copy = [pages(self.disk.numel, dtype) for dtype in self.disk.dtypes]
-        self._move(torch.ops.harness.read, copy)
-        return copy
+        state_copy = [pages(self.disk.numel, dtype) for dtype in self.disk.dtypes]
+        self._move(torch.ops.harness.read, state_copy)
+        return state_copy
 
     def _move(self, read_or_write: Any, buffer: list[Tensor]) -> None:
         with (
@@ -126,4 +129,4 @@ def shelves(device: Device, num_layers: int, folder: str | None, numel: int, dty
     folder). Raises OSError if the disk has no room."""
     if num_layers:
         disk = Disk(device, writable(folder), num_layers, numel, dtype)
-        yield from (Shelf(disk, place) for place in range(num_layers))
+        yield from (Shelf(disk, layer_index) for layer_index in range(num_layers))

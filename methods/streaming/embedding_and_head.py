@@ -23,7 +23,7 @@ from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw_states
 
-LAST = 2**30  # deadline of the ends' updates: after the deadlines of all layers
+LAST_DEADLINE = 2**30  # deadline of the ends' updates: after the deadlines of all layers
 
 
 class OnDevice:
@@ -51,13 +51,13 @@ class BothEnds:
     embedding: LayerState
     head: LayerState
     slab: Tensor
-    num_parts: int  # micro-batches
+    num_micro_batches: int
 
     def embed(self, inputs: Tensor) -> list[Passed]:
         """Embed token ids to (B, T, D); keep only the small graph of the look-up, for backward()."""
         module: Any = self.embedding.module
         with self.device.span("compute", "forward", self.embedding.prefix):
-            embedded = [module.embed(part) for part in self._micro_batches(inputs)]
+            embedded = [module.embed(micro_batch) for micro_batch in self._micro_batches(inputs)]
             # an edge keeps the graph, but not x's memory
             self.embedded = [get_gradient_edge(x) for x in embedded]
         return [(x.detach().requires_grad_(),) for x in embedded]
@@ -68,16 +68,18 @@ class BothEnds:
         module: Any = self.head.module
         with self.device.span("compute", "loss", self.head.prefix):
             self.head.collect_gradients(self.slab)
-            total, dxs = torch.zeros((), device=xs[0][0].device), list[Passed]()
-            for (x,), part in zip(xs, self._micro_batches(targets), strict=True):
+            total_loss, dxs = torch.zeros((), device=xs[0][0].device), list[Passed]()
+            for (x,), micro_batch in zip(xs, self._micro_batches(targets), strict=True):
                 x = x.detach().requires_grad_()
-                loss = module.loss(x, part, scale) / (self.num_parts * self.device.ranks.num_ranks)
+                loss = module.loss(x, micro_batch, scale) / (
+                    self.num_micro_batches * self.device.ranks.num_ranks
+                )
                 loss.backward()
-                total += loss.detach()
+                total_loss += loss.detach()
                 assert x.grad is not None
                 dxs.append((x.grad,))
-            self.device.ranks.sum(total)
-        return total, dxs
+            self.device.ranks.sum(total_loss)
+        return total_loss, dxs
 
     def backward(self, dxs: list[Passed]) -> None:
         """Add the look-up's gradient to the embedding's gradient, and sum the result over ranks. The sum is the
@@ -89,7 +91,7 @@ class BothEnds:
         self.embedding.sum_gradients()
 
     def _micro_batches(self, batch: Tensor) -> tuple[Tensor, ...]:
-        return self.device.ranks.part(batch).chunk(self.num_parts)
+        return self.device.ranks.part(batch).chunk(self.num_micro_batches)
 
 
 class ResidentEnds(BothEnds, OnDevice):
@@ -100,7 +102,7 @@ class ResidentEnds(BothEnds, OnDevice):
         state = LayerState(device, ends, Terms.of(workload), Home(on_host=False))
         super().__init__(state)
         self.device, self.embedding, self.head, self.slab = device, state, state, state.grads
-        self.num_parts = workload.micro_batches
+        self.num_micro_batches = workload.micro_batches
         draw_states(self.states, workload)
         state.bind(state.current.weights)
 
@@ -118,17 +120,19 @@ class HostedEnds(BothEnds):
 
     def __init__(self, device: Device, workload: Workload, *, waits: bool = False) -> None:
         terms, prefix = Terms.of(workload), workload.anatomy.ends_prefix
-        first, *untied = new_end_parts(workload)
+        embedding, *untied_heads = new_end_parts(workload)
         home = Home(on_host=True)
-        self.states = [LayerState(device, NamedLayer(first, prefix), terms, home)]
-        self.states += [LayerState(device, NamedLayer(head, prefix), terms, home, LAST) for head in untied]
+        self.states = [LayerState(device, NamedLayer(embedding, prefix), terms, home)]
+        self.states += [
+            LayerState(device, NamedLayer(head, prefix), terms, home, LAST_DEADLINE) for head in untied_heads
+        ]
         self.device, self.embedding, self.head, self.waits = device, self.states[0], self.states[-1], waits
-        self.num_parts = workload.micro_batches
+        self.num_micro_batches = workload.micro_batches
         draw_states(self.states, workload)
-        largest = max(self.states, key=lambda state: state.layout.numel)
+        largest_state = max(self.states, key=lambda state: state.layout.numel)
         # A separate thread fetches the ends, as it fetches parked layers, because the next step begins with the
         # embedding.
-        self.slot, self.gradients = Slot(largest, device.returner), GradientRoom(largest)
+        self.slot, self.gradients = Slot(largest_state, device.returner), GradientRoom(largest_state)
         self.slab = self.gradients.slab
 
     def fetch(self) -> None:

@@ -29,7 +29,7 @@ from methods.shared.terms import Terms
 from methods.streaming.boundaries import boundaries_on_host
 from methods.streaming.disk import Shelf, shelves
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
-from methods.streaming.placement.placement import BY_HOST, num_gradients
+from methods.streaming.placement.placement import BY_HOST, num_gradient_rooms
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw_states
 
@@ -221,7 +221,7 @@ def new_layers(
     )
     states = _new_states(device, source, kinds, new_shelves, speculates=speculates)
     numels_with_room = [numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits]
-    num_rooms, largest = num_gradients(kinds, window_size, waits=waits), max(numels_with_room, default=0)
+    num_rooms, largest = num_gradient_rooms(kinds, window_size, waits=waits), max(numels_with_room, default=0)
     rooms = cycle([GradientRoom(states[0], largest) for _ in range(num_rooms)])
 
     def layer_of_kind(kind: str, state: LayerState) -> Layer:

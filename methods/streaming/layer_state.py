@@ -28,7 +28,7 @@ from methods.offload.state import State, joined, keep_, kept_dtypes, master_of
 from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
 from methods.shared.terms import Terms
 from methods.streaming.gradient_views import GradientViews, settle_gradient
-from methods.streaming.recompute import recomputed
+from methods.streaming.recompute import run_recomputed
 
 if TYPE_CHECKING:
     from methods.streaming.boundaries import Boundary
@@ -218,7 +218,7 @@ class LayerState:
         with self.device.span("compute", "forward", self.prefix):
             for x in xs if self.boundary is None else self.boundary.keep(xs):
                 x = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in x)
-                y = recomputed(self.module, x, keeps_random=self.terms.keeps_random)
+                y = run_recomputed(self.module, x, keeps_random=self.terms.keeps_random)
                 y = y if isinstance(y, tuple) else (y,)
                 self.saved.append((x, [get_gradient_edge(tensor) for tensor in y if tensor.requires_grad]))
                 ys.append(tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in y))

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 
-def recomputed(module: nn.Module, inputs: Sequence[Tensor], *, keeps_random: bool) -> Any:
-    """Return the module's outputs for the inputs `xs`. `keeps_random`: the module may draw random numbers or run under
+def run_recomputed(module: nn.Module, inputs: Sequence[Tensor], *, keeps_random: bool) -> Any:
+    """Return the module's outputs for these inputs. `keeps_random`: the module may draw random numbers or run under
     autocast, and the recompute must do the same. The backward pass raises CheckpointError if the recompute saves other
     tensors than the forward pass."""
     if keeps_random:
@@ -48,10 +48,10 @@ class _SavedTensors:
         self.shapes_and_dtypes.append((tensor.shape, tensor.dtype))
         return len(self.shapes_and_dtypes) - 1
 
-    def unpack(self, place: int) -> Tensor:
+    def unpack(self, index: int) -> Tensor:
         if not self.recomputed_tensors:
             self.recomputed_tensors += self._recompute()
-        tensor, self.recomputed_tensors[place] = self.recomputed_tensors[place], None
+        tensor, self.recomputed_tensors[index] = self.recomputed_tensors[index], None
         if tensor is None:
             raise CheckpointError(
                 "expected each saved tensor to be asked for once, got a second backward pass"

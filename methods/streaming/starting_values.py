@@ -22,26 +22,28 @@ def draw_states(states: Sequence[LayerState], workload: Workload) -> None:
     """Draw the starting values of the layers' tensors. All tensors of all layers are drawn in parallel, because a
     machine may have more cores than one layer has tensors."""
     if not any(state.is_shared for state in states):
-        fill(states, partial(initialize, workload=workload))
+        fill_states(states, partial(initialize, workload=workload))
         return
     _call_in_threads(states, partial(LayerState.draw_part, workload=workload))
 
 
-def fill(states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
+def fill_states(
+    states: Sequence[LayerState], initialize: Callable[[Iterable[tuple[str, Tensor]]], None]
+) -> None:
     """Fill the layers with the starting values that initialize() writes into named fp32 tensors."""
-    in_memory = [state for state in states if state.shelf is None]
-    if in_memory:
-        initialize(pair for state in in_memory for pair in state.to_draw(state.current))
-        _call_in_threads(in_memory, lambda state: state.keep_drawn(state.current))
+    states_in_memory = [state for state in states if state.shelf is None]
+    if states_in_memory:
+        initialize(pair for state in states_in_memory for pair in state.to_draw(state.current))
+        _call_in_threads(states_in_memory, lambda state: state.keep_drawn(state.current))
 
-    def begin(state: LayerState, shelf: Shelf) -> Any:
-        def work(kept: list[Tensor]) -> Future:
-            initialize(state.to_draw(state.state_of(kept)))
-            return state.keep_drawn(state.state_of(kept))
+    def begin_visit(state: LayerState, shelf: Shelf) -> Any:
+        def initialize_and_keep(kept_tensors: list[Tensor]) -> Future:
+            initialize(state.to_draw(state.state_of(kept_tensors)))
+            return state.keep_drawn(state.state_of(kept_tensors))
 
-        return shelf.visit(work)
+        return shelf.visit(initialize_and_keep)
 
-    for visit in [begin(state, state.shelf) for state in states if state.shelf]:
+    for visit in [begin_visit(state, state.shelf) for state in states if state.shelf]:
         visit.result()
 
 
@@ -50,10 +52,10 @@ def _call_in_threads(states: Sequence[LayerState], work: Callable[[LayerState], 
     device = states[0].device
     pool = device.streams.pool(num_update_threads(device.name.type))
 
-    def on_compute(state: LayerState) -> None:
+    def work_on_compute(state: LayerState) -> None:
         with device.streams.use(device.compute):
             work(state)
 
-    for done in [pool.submit(on_compute, state) for state in states]:
-        done.result()
+    for future in [pool.submit(work_on_compute, state) for state in states]:
+        future.result()
     pool.shutdown()

@@ -30,8 +30,8 @@ class Timing(NamedTuple):
     kinds of layers that are updated after the backward pass, and the kinds for which the host needs the clip factor."""
 
     gradient_ready: Callable[[Layer, Settings, Clip], None]
-    late: tuple[type, ...]
-    by_factor: tuple[type, ...]
+    late_kinds: tuple[type, ...]
+    factor_kinds: tuple[type, ...]
 
 
 IMMEDIATE = Timing(lambda layer, settings, clip: layer.update_now(settings, clip), (), ())
@@ -84,8 +84,8 @@ class UpdateRule:
         # True: streamed layers' states are fetched for the backward pass, in which the device then updates them.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(terms)
-        by_factor = any(isinstance(layer, self.usual_timing.by_factor) for layer in layers)
-        self.sends_factor = self.scale.is_used or ends.is_hosted or by_factor
+        host_needs_factor = any(isinstance(layer, self.usual_timing.factor_kinds) for layer in layers)
+        self.sends_factor = self.scale.is_used or ends.is_hosted or host_needs_factor
 
     def begin(self, settings: Settings) -> None:
         """Begin a backward pass, with a new Clip. Nothing uses the last step's Clip any more: the forward pass has
@@ -113,7 +113,7 @@ class UpdateRule:
             return
         self.ends.update(self.settings, self.clip)
         for layer in self.layers:
-            if isinstance(layer, self.timing.late):
+            if isinstance(layer, self.timing.late_kinds):
                 layer.update(self.settings, self.clip)
 
     def step(self, loss: Tensor) -> Step:

@@ -158,7 +158,7 @@ SILENT_BUGS = [
     Bug(
         "boundary_overwritten_while_going_home",
         BOUNDARIES,
-        "self.device.compute.wait_event(self.copied)",
+        "self.device.compute.wait_event(self.copied_event)",
         "pass",
         "boundaries 1 slab",
         activations="host",
@@ -182,7 +182,7 @@ SILENT_BUGS = [
     Bug(
         "layer_recomputed_before_its_boundary_is_back",
         BOUNDARIES,
-        "self.device.compute.wait_event(self.returned)",
+        "self.device.compute.wait_event(self.returned_event)",
         "pass",
         "boundaries 1 slab",
         placement="R5",  # else the wait for weights, which come in behind the boundary, is a wait for it, too

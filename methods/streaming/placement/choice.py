@@ -30,9 +30,9 @@ from methods.streaming.placement.placement import (
 from methods.streaming.placement.planner import (
     Counts,
     StepCosts,
-    arranged,
+    arrange_kinds,
     choose_counts,
-    hosted_boundaries,
+    hosted_boundary_bytes,
     with_forecast,
 )
 
@@ -74,8 +74,8 @@ class PlacementChoice:
     def _at_homes(self, ends: str | None, activations: str | None) -> Plan:
         """Return the plan whose ends lie in the memory `ends`, and whose boundaries wait in the memory `activations`.
         None: the device's."""
-        at = replace(self, ends=ends, activations=activations)
-        plan = at._fastest() or at._most_resident()
+        choice_at_homes = replace(self, ends=ends, activations=activations)
+        plan = choice_at_homes._fastest() or choice_at_homes._most_resident()
         if self.room.rates is None or isinstance(self.workload, UserSizes):
             return plan
         counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
@@ -86,30 +86,32 @@ class PlacementChoice:
         without rates, because the linear program has no rows for exchanges between ranks. Raises ValueError for other
         kinds of layers, and for options that several ranks do not support."""
         assert isinstance(self.workload, Workload)
-        ranks = f"with --ranks {self.world_size}"
+        ranks_text = f"with --ranks {self.world_size}"
         if self.clipping == "speculate":
             raise ValueError(
-                f"clipping: expected deferred {ranks}, got speculate; try --option clipping=deferred"
+                f"clipping: expected deferred {ranks_text}, got speculate; try --option clipping=deferred"
             )
         if self.disk:
-            raise ValueError(f"disk: expected none {ranks}, got {self.disk}; try without --disk")
+            raise ValueError(f"disk: expected none {ranks_text}, got {self.disk}; try without --disk")
         kinds = parse(self.placement, self.workload.num_layers) if self.placement else ""
-        if others := sorted(set(kinds) - set(BY_RANKS)):
-            tried = placement_text("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
-            expected = f"expected only layers R and W {ranks}, got {', '.join(others)}"
-            raise ValueError(f"placement: {expected}; try --placement {tried}")
-        part = replace(
+        if other_kinds := sorted(set(kinds) - set(BY_RANKS)):
+            tried_placement = placement_text("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
+            expected_text = f"expected only layers R and W {ranks_text}, got {', '.join(other_kinds)}"
+            raise ValueError(f"placement: {expected_text}; try --placement {tried_placement}")
+        rank_choice = replace(
             self, workload=rank_part(self.workload, self.world_size), room=replace(self.room, rates=None)
         )
-        plan = with_homes(part._at_homes, part.room, self.ends, self.activations, ends_may_move=False)
+        plan = with_homes(
+            rank_choice._at_homes, rank_choice.room, self.ends, self.activations, ends_may_move=False
+        )
         return replace(plan, options={**plan.options, "world_size": self.world_size})
 
     def _windows(self) -> Iterator[int]:
         """Yield the window sizes to try, the widest first. Raises ValueError if the window that was asked for is too
         wide or too narrow."""
         num_layers = self.workload.num_layers
-        default = range(min(DEFAULT_WINDOW, num_layers), 0, -1)
-        for window in default if self.window_size is None else [self.window_size]:
+        default_windows = range(min(DEFAULT_WINDOW, num_layers), 0, -1)
+        for window in default_windows if self.window_size is None else [self.window_size]:
             if not 1 <= window <= num_layers:
                 raise ValueError(
                     f"-w: expected a window of 1 to {num_layers}, the number of layers, got {window}"
@@ -118,8 +120,8 @@ class PlacementChoice:
 
     def _fastest(self) -> Plan | None:
         """Return the fastest plan; None if there are no rates, if the placement is given, or if no placement fits."""
-        room, fixed = self.room, (self.placement, self.resident_layers)
-        if room.rates is None or room.device_bytes is None or fixed != (None, None):
+        room, fixed_options = self.room, (self.placement, self.resident_layers)
+        if room.rates is None or room.device_bytes is None or fixed_options != (None, None):
             return None
         clipping = (self.clipping or "deferred") if self.workload.waits_for_norm else None
         return next(filter(None, (self._fastest_in(window, clipping) for window in self._windows())), None)
@@ -129,31 +131,34 @@ class PlacementChoice:
         assert isinstance(workload, Workload)  # a user's model has no known FLOPs, so its room has no rates
         assert room.rates is not None
 
-        def plan_of(load: Workload, counts: Counts) -> Plan:
+        def plan_of(workload_of_plan: Workload, counts: Counts) -> Plan:
             """Return the plan for these numbers of layers. The bytes do not depend on the order of the layers, except
             for the top layer, to which arranged() gives the same kind."""
             return self._needs(
-                "".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"), window, clipping, load
+                "".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"),
+                window,
+                clipping,
+                workload_of_plan,
             )
 
-        boundaries = hosted_boundaries(plan_of(workload, {"R": workload.num_layers}))
-        costs = StepCosts(workload, room.rates, clipping, boundaries, self.ends or "device")
+        boundary_bytes = hosted_boundary_bytes(plan_of(workload, {"R": workload.num_layers}))
+        costs = StepCosts(workload, room.rates, clipping, boundary_bytes, self.ends or "device")
         counts = choose_counts(costs, room, plan_of, "RPWS")
         if counts is None and self.disk and clipping != "speculate":
             # the host cannot hold all states: try the disk
             counts = choose_counts(costs, room, plan_of, "RPWSD")
         if counts is None:
             return None
-        return self._placed(arranged(counts, clipping), window, clipping)
+        return self._placed(arrange_kinds(counts, clipping), window, clipping)
 
     def _most_resident(self) -> Plan:
         """Return the plan of the first pair from _fillings() that fits. States go to the disk only if no pair fits
         without the disk. If no pair fits with the disk either, return the plan of the narrowest window."""
         room, clipping, fillings = self.room, self.clipping or "deferred", list(self._fillings())
-        on_disk = (
+        fillings_on_disk = (
             (window, self._to_disk(window, kinds)) for window, kinds in (fillings if self.disk else ())
         )
-        for window, kinds in itertools.chain(fillings, on_disk):
+        for window, kinds in itertools.chain(fillings, fillings_on_disk):
             plan = self._placed(kinds, window, clipping)
             if plan.shortfall(room) is None:
                 return plan
@@ -169,41 +174,46 @@ class PlacementChoice:
         they need no slots. Then come streamed layers: they keep no gradient on the host if no update waits for the
         norm, and their updates in mixed precision make no temporary copies there.
         """
-        num_layers, resident = self.workload.num_layers, self.resident_layers
-        if resident is not None and not 0 <= resident <= num_layers:
+        num_layers, num_resident = self.workload.num_layers, self.resident_layers
+        if num_resident is not None and not 0 <= num_resident <= num_layers:
             raise ValueError(
-                f"resident_layers: expected 0 to {num_layers}, the number of layers, got {resident}"
+                f"resident_layers: expected 0 to {num_layers}, the number of layers, got {num_resident}"
             )
         spares_room = not self.workload.waits_for_norm or self.workload.dtype != "fp32"
-        placed = parse(self.placement, num_layers) if self.placement is not None else None
-        if placed is not None and resident not in (None, placed.count("R")):
+        fixed_kinds = parse(self.placement, num_layers) if self.placement is not None else None
+        if fixed_kinds is not None and num_resident not in (None, fixed_kinds.count("R")):
             raise ValueError(
-                f"placement {self.placement} and resident_layers={resident} differ: leave one out"
+                f"placement {self.placement} and resident_layers={num_resident} differ: leave one out"
             )
         for window in self._windows():
-            yield window, placed or self._filled(window, "W")
-        if placed is None and resident is None and self.room.device_bytes is None and self.room.host_bytes:
+            yield window, fixed_kinds or self._fill(window, "W")
+        if (
+            fixed_kinds is None
+            and num_resident is None
+            and self.room.device_bytes is None
+            and self.room.host_bytes
+        ):
             yield window, "R" * num_layers
-        if placed is None and spares_room and self.world_size == 1:
-            yield window, self._filled(window, "S")
+        if fixed_kinds is None and spares_room and self.world_size == 1:
+            yield window, self._fill(window, "S")
 
-    def _filled(self, window: int, letter: str) -> str:
+    def _fill(self, window: int, letter: str) -> str:
         """Return a letter for each layer, with as many resident bottom layers as the device has room for, or as
         `resident_layers` asks for. The other layers are of kind `letter`. If the device's memory is unknown and
         `resident_layers` is None, no layer is resident."""
         device_bytes, num_layers = self.room.device_bytes or 0, self.workload.num_layers
-        resident = self.resident_layers
+        num_resident = self.resident_layers
 
-        def kinds(resident: int) -> str:
-            return ("R" * resident).ljust(num_layers, letter)
+        def kinds(num_resident: int) -> str:
+            return ("R" * num_resident).ljust(num_layers, letter)
 
-        if resident is None:
-            resident = largest_depth(
+        if num_resident is None:
+            num_resident = largest_depth(
                 lambda count: (
                     count <= num_layers and self._needs(kinds(count), window).device_bytes <= device_bytes
                 )
             )
-        return kinds(resident)
+        return kinds(num_resident)
 
     def _to_disk(self, window: int, kinds: str) -> str:
         """Move the states of as few layers as necessary from the host to the disk, beginning at the top, because the
@@ -241,10 +251,14 @@ class PlacementChoice:
         self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None
     ) -> Plan:
         workload = workload or self.workload
-        waits = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
-        hosted = ends_on_host(workload, self.ends, self.world_size) if isinstance(workload, Workload) else []
-        kept = home_of_boundaries(self.activations)
-        return PlacedLayers(workload, kinds, window, waits, self.world_size, kept, hosted).plan()
+        norm_clipping = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
+        hosted_ends = (
+            ends_on_host(workload, self.ends, self.world_size) if isinstance(workload, Workload) else []
+        )
+        boundaries_home = home_of_boundaries(self.activations)
+        return PlacedLayers(
+            workload, kinds, window, norm_clipping, self.world_size, boundaries_home, hosted_ends
+        ).plan()
 
 
 def one_layer_plan(
@@ -252,19 +266,30 @@ def one_layer_plan(
 ) -> Plan:
     """Return L2L's plan, in which the layers take turns in one slot. with_homes() chooses those homes of ends and
     boundaries that are None. Raises ValueError for an unknown home."""
-    part = rank_part(workload, num_ranks)
+    rank_workload = rank_part(workload, num_ranks)
 
     def plan_at(ends: str | None, activations: str | None) -> Plan:
-        hosted, kept = ends_on_host(part, ends, num_ranks), home_of_boundaries(activations)
-        kinds = "W" * part.num_layers
-        layers = PlacedLayers(part, kinds, 1, num_ranks=num_ranks, activations=kept, hosted_ends=hosted)
+        hosted_ends, boundaries_home = (
+            ends_on_host(rank_workload, ends, num_ranks),
+            home_of_boundaries(activations),
+        )
+        kinds = "W" * rank_workload.num_layers
+        layers = PlacedLayers(
+            rank_workload, kinds, 1, num_ranks=num_ranks, activations=boundaries_home, hosted_ends=hosted_ends
+        )
         plan = layers.plan()
         # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
-        again = part.weight_bytes * shared_numel(part.layer_params, num_ranks)
-        exchanged = {**plan.exchanged, "gathers": plan.exchanged["gathers"] + parts_sent(again, num_ranks)}
+        refetched_bytes = rank_workload.weight_bytes * shared_numel(rank_workload.layer_params, num_ranks)
+        exchanged_bytes = {
+            **plan.exchanged,
+            "gathers": plan.exchanged["gathers"] + parts_sent(refetched_bytes, num_ranks),
+        }
         options = {"world_size": num_ranks} | _homes_as_options(ends, activations)
         return replace(
-            plan, moved_bytes=plan.moved_bytes + again // num_ranks, exchanged=exchanged, options=options
+            plan,
+            moved_bytes=plan.moved_bytes + refetched_bytes // num_ranks,
+            exchanged=exchanged_bytes,
+            options=options,
         )
 
     return with_homes(plan_at, room, ends, activations, ends_may_move=num_ranks == 1)
@@ -283,24 +308,26 @@ def with_homes(
     boundaries or both to the host: take the one that fits and is fastest by the forecast. Hosted ends delay a step,
     which begins with the embedding and waits for the embedding's update. Boundaries on the host cross the link while
     the device computes. If no plan fits, return the plan that moves all that may move or, if only the host lacks room,
-    the plan that moves nothing. This plan's `tried` names the other homes."""
+    the plan that moves nothing. This plan's `tried_texts` names the other homes."""
     plan = plan_at(ends, activations)
-    lacks = plan.lacks(room)
-    if room.device_bytes is None or not lacks:
+    lacking_memories = plan.lacks(room)
+    if room.device_bytes is None or not lacking_memories:
         return plan
-    kept = [activations] if activations else [None, "host"]
-    moved = [ends] if ends or not ends_may_move else [None, "host"]
-    homes = [(home, memory) for memory in kept for home in moved]
-    plans = [plan, *(plan_at(home, memory) for home, memory in homes[1:])]
-    if fitting := [plan for plan in plans if not plan.lacks(room)]:
-        return min(fitting, key=lambda plan: plan.step_seconds or 0.0)
-    least = plans[-1] if "device" in lacks else plan
-    tried = []
-    for (home, memory), other in zip(homes, plans, strict=True):
-        if other is not least:
-            changed = _homes_as_options(None if ends else home, None if activations else memory)
-            tried.append(" and ".join(f"{name}={value}" for name, value in changed.items()))
-    return replace(least, tried=", ".join(options or "all on the device" for options in tried))
+    boundary_homes = [activations] if activations else [None, "host"]
+    end_homes = [ends] if ends or not ends_may_move else [None, "host"]
+    homes = [(ends_home, boundaries_home) for boundaries_home in boundary_homes for ends_home in end_homes]
+    plans = [plan, *(plan_at(ends_home, boundaries_home) for ends_home, boundaries_home in homes[1:])]
+    if fitting_plans := [plan for plan in plans if not plan.lacks(room)]:
+        return min(fitting_plans, key=lambda plan: plan.step_seconds or 0.0)
+    least_plan = plans[-1] if "device" in lacking_memories else plan
+    tried_texts = []
+    for (ends_home, boundaries_home), other_plan in zip(homes, plans, strict=True):
+        if other_plan is not least_plan:
+            changed_homes = _homes_as_options(
+                None if ends else ends_home, None if activations else boundaries_home
+            )
+            tried_texts.append(" and ".join(f"{name}={value}" for name, value in changed_homes.items()))
+    return replace(least_plan, tried=", ".join(options or "all on the device" for options in tried_texts))
 
 
 def _homes_as_options(ends: str | None, activations: str | None) -> dict[str, str]:

@@ -55,62 +55,63 @@ def parse(text: str, num_layers: int) -> str:
         return other_layers[:bottom] + spread(other_layers[bottom:], spreads[2], int(spreads[3]))
     runs = re.findall(r"([A-Z])(\d*)", text)
     if not runs or "".join(map("".join, runs)) != text or not {letter for letter, _ in runs} <= set(KINDS):
-        known = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
+        kinds_text = ", ".join(f"{letter} ({meaning})" for letter, meaning in KINDS.items())
         raise ValueError(
-            f"placement: expected runs of {known}, bottom first, as R2W5S1, R2W or R2W4~S2, got {text!r}"
+            f"placement: expected runs of {kinds_text}, bottom first, as R2W5S1, R2W or R2W4~S2, got {text!r}"
         )
-    placed = sum(int(length or 1) for _, length in runs)
-    if runs[-1][1] == "" and placed < num_layers:
-        runs[-1] = (runs[-1][0], str(1 + num_layers - placed))
-    elif placed != num_layers:
+    num_placed = sum(int(length or 1) for _, length in runs)
+    if runs[-1][1] == "" and num_placed < num_layers:
+        runs[-1] = (runs[-1][0], str(1 + num_layers - num_placed))
+    elif num_placed != num_layers:
         layers = counted(num_layers, "layer")
-        raise ValueError(f"placement {text}: expected the model's {layers}, got {placed}; try another -l")
+        raise ValueError(f"placement {text}: expected the model's {layers}, got {num_placed}; try another -l")
     return "".join(letter * int(length or 1) for letter, length in runs)
 
 
 def placement_text(kinds: str) -> str:
     """Format a placement: RRWWW as R2W3, RRSSW as R2W1~S2, RRSRSW as R1W1~S2~R2."""
     bottom = len(kinds) - len(kinds.lstrip("R"))
-    letter, below, above = "S", bottom, kinds[bottom:].count("R")
-    if above:  # the lowest of the spread R follow the R at the bottom directly
-        letter, below = "R", bottom - math.ceil(above / max(1, len(kinds) - bottom - above - 1))
-    others = kinds[max(below, 0) :].replace(letter, "")
-    number = len(kinds) - below - len(others)
+    spread_kind, num_below, num_spread_above = "S", bottom, kinds[bottom:].count("R")
+    if num_spread_above:  # the lowest of the spread R follow the R at the bottom directly
+        num_others_above = len(kinds) - bottom - num_spread_above
+        spread_kind, num_below = "R", bottom - math.ceil(num_spread_above / max(1, num_others_above - 1))
+    other_kinds = kinds[max(num_below, 0) :].replace(spread_kind, "")
+    num_spread = len(kinds) - num_below - len(other_kinds)
     if (
-        below >= 0
-        and others
-        and number
-        and "R" not in others
-        and spread(others, letter, number) == kinds[below:]
+        num_below >= 0
+        and other_kinds
+        and num_spread
+        and "R" not in other_kinds
+        and spread(other_kinds, spread_kind, num_spread) == kinds[num_below:]
     ):
-        return f"{placement_text(kinds[:below] + others)}~{letter}{number}"
+        return f"{placement_text(kinds[:num_below] + other_kinds)}~{spread_kind}{num_spread}"
     return _runs(kinds)
 
 
 def shrink(kinds: str, num_layers: int) -> str:
     """Return a placement of fewer layers with the same shares of kinds: every kind occurs at least once, if there are
     enough layers."""
-    letters = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
+    kept_kinds = [kinds[i * len(kinds) // num_layers] for i in range(num_layers)]
     for kind in dict.fromkeys(kinds):
-        repeatable = [i for i, other in enumerate(letters) if letters.count(other) > 1]
-        if kind not in letters and repeatable:
-            letters[repeatable[-1]] = kind
-            letters.sort(key=kinds.index)
-    return "".join(letters)
+        replaceable_indices = [i for i, kept_kind in enumerate(kept_kinds) if kept_kinds.count(kept_kind) > 1]
+        if kind not in kept_kinds and replaceable_indices:
+            kept_kinds[replaceable_indices[-1]] = kind
+            kept_kinds.sort(key=kinds.index)
+    return "".join(kept_kinds)
 
 
 def _runs(kinds: str) -> str:
     return "".join(f"{run[1]}{len(run[0])}" for run in re.finditer(r"(.)\1*", kinds))
 
 
-def spread(kinds: str, letter: str, number: int) -> str:
-    """Spread `number` layers of kind `letter` evenly among the layers `kinds`, whose last layer stays on top."""
-    if not number:
+def spread(kinds: str, letter: str, num_spread: int) -> str:
+    """Spread `num_spread` layers of kind `letter` evenly among the layers `kinds`, whose last layer stays on top."""
+    if not num_spread:
         return kinds
-    total = len(kinds) + number
+    num_layers = len(kinds) + num_spread
     # for each spread layer, the number of other layers below it
-    below = [place * total // number - place for place in range(number)]
-    return "".join(letter + kinds[start:end] for start, end in pairwise([*below, len(kinds)]))
+    nums_below = [index * num_layers // num_spread - index for index in range(num_spread)]
+    return "".join(letter + kinds[start:end] for start, end in pairwise([*nums_below, len(kinds)]))
 
 
 class UserSizes(NamedTuple):
@@ -158,11 +159,13 @@ class Ring(NamedTuple):
 def rings(kinds: str, window_size: int) -> tuple[Ring, Ring]:
     """Return two rings: the window of layers whose weights alone travel (W and D), and the window of streamed layers
     (S). The second ring has at most two slots, for the current layer and for the next layer."""
-    alone, streamed = ([i for i, kind in enumerate(kinds) if kind in group] for group in ("WD", "S"))
-    return Ring(alone, min(window_size, len(alone))), Ring(streamed, min(window_size, 2, len(streamed)))
+    weights_only_layers = [i for i, kind in enumerate(kinds) if kind in "WD"]
+    streamed_layers = [i for i, kind in enumerate(kinds) if kind == "S"]
+    window = Ring(weights_only_layers, min(window_size, len(weights_only_layers)))
+    return window, Ring(streamed_layers, min(window_size, 2, len(streamed_layers)))
 
 
-def num_gradients(kinds: str, window_size: int, *, waits: bool) -> int:
+def num_gradient_rooms(kinds: str, window_size: int, *, waits: bool) -> int:
     """Return the number of gradient rooms on the device: one for the gradient that is being computed, and one for the
     gradient on its way home. If updates do not wait for the norm (`waits` is False), resident layers use these rooms,
     too."""
@@ -206,11 +209,11 @@ def home_of_boundaries(home: str | None) -> str:
 
 
 class Activations(NamedTuple):
-    """Bytes of a layer's inputs (`boundary`), of a step's small tensors, and of all activations at their peak."""
+    """Bytes of a layer's inputs (`boundary_bytes`), of a step's small tensors, and of all activations at their peak."""
 
-    boundary: int
-    small: int
-    peak: int
+    boundary_bytes: int
+    small_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -232,29 +235,37 @@ class PlacedLayers:
     def plan(self) -> Plan:
         """Return the plan of these layers. Raises ValueError if some rank's part of a layer would hold nothing but
         padding."""
-        layer = self.workload.layer_params
-        if self.num_ranks > 1 and layer < VECTOR * self.num_ranks**2:
+        layer_params = self.workload.layer_params
+        if self.num_ranks > 1 and layer_params < VECTOR * self.num_ranks**2:
             raise ValueError(
-                f"--ranks: expected at most {math.isqrt(layer // VECTOR)} for layers of {layer} parameters, got"
-                f" {self.num_ranks}; try a larger -h"
+                f"--ranks: expected at most {math.isqrt(layer_params // VECTOR)} for layers of {layer_params}"
+                f" parameters, got {self.num_ranks}; try a larger -h"
             )
-        device, host = self._device_bytes(), self._host_bytes()
+        device_bytes, host_bytes = self._device_bytes(), self._host_bytes()
         if self.workload.dtype != "fp32":
-            self._add_update_copies(device, host)
-        if num_homes := self.num_hosted + len(self.hosted_ends):
+            self._add_update_copies(device_bytes, host_bytes)
+        if num_host_homes := self.num_hosted_layers + len(self.hosted_ends):
             # the clip factor, 512 bytes, and each home's number of steps, 4 bytes
-            host["optimizer"] += 512 + 4 * num_homes
-        disk = {"optimizer": self.count["D"] * self.stored_bytes} if self.count["D"] else {}
-        moved = self._moved_bytes() + 2 * host.get("activations", 0)
-        return Plan(device=device, host=host, disk=disk, moved_bytes=moved, exchanged=self._exchanged_bytes())
+            host_bytes["optimizer"] += 512 + 4 * num_host_homes
+        disk_bytes = {}
+        if self.count_of_kind["D"]:
+            disk_bytes["optimizer"] = self.count_of_kind["D"] * self.stored_bytes
+        moved_bytes = self._moved_bytes() + 2 * host_bytes.get("activations", 0)
+        return Plan(
+            device=device_bytes,
+            host=host_bytes,
+            disk=disk_bytes,
+            moved_bytes=moved_bytes,
+            exchanged=self._exchanged_bytes(),
+        )
 
     @cached_property
-    def count(self) -> dict[str, int]:
+    def count_of_kind(self) -> dict[str, int]:
         """Number of layers of each kind."""
         return {kind: self.kinds.count(kind) for kind in KINDS}
 
     @cached_property
-    def params(self) -> dict[str, int]:
+    def params_of_kind(self) -> dict[str, int]:
         return params_of(self.workload, self.kinds)
 
     @cached_property
@@ -273,9 +284,9 @@ class PlacedLayers:
         return self.bytes_at_home["optimizer"] * stored_numel(self.workload.layer_params)
 
     @cached_property
-    def num_hosted(self) -> int:
+    def num_hosted_layers(self) -> int:
         """Number of layers whose home is not the device."""
-        return len(self.kinds) - self.count["R"]
+        return len(self.kinds) - self.count_of_kind["R"]
 
     @cached_property
     def numel_at_home(self) -> int:
@@ -283,16 +294,16 @@ class PlacedLayers:
         return shared_numel(self.workload.layer_params, self.num_ranks) // self.num_ranks
 
     @property
-    def num_windowed(self) -> int:
-        return self.count["W"] + self.count["D"]
+    def num_windowed_layers(self) -> int:
+        return self.count_of_kind["W"] + self.count_of_kind["D"]
 
     @property
     def num_windowed_slots(self) -> int:
-        return min(self.window_size, self.num_windowed)
+        return min(self.window_size, self.num_windowed_layers)
 
     @property
     def num_streamed_slots(self) -> int:
-        return min(self.window_size, 2, self.count["S"])
+        return min(self.window_size, 2, self.count_of_kind["S"])
 
     @property
     def ends_on_device(self) -> int:
@@ -306,7 +317,7 @@ class PlacedLayers:
         return max(self.hosted_ends, default=0)
 
     @property
-    def num_kept(self) -> int:
+    def num_kept_boundaries(self) -> int:
         """Number of layers whose inputs fit the device's memory for boundaries."""
         return len(self.kinds) if self.activations == "device" else num_boundaries(len(self.kinds))
 
@@ -317,91 +328,116 @@ class PlacedLayers:
             return Activations(workload.activations, 0, workload.activations)
         # While one micro-batch computes, the other micro-batches wait in memory. At the loss each micro-batch keeps its
         # output and the output's gradient; at the top layers each also keeps its input and the input's gradient.
-        boundary = workload.boundary_bytes
-        others = boundary - boundary // workload.micro_batches
-        at_head = self.num_kept * boundary + workload.head_bytes + 2 * others
-        at_layer = (self.num_kept - 1) * boundary + workload.layer_bytes + 4 * others
+        boundary_bytes = workload.boundary_bytes
+        waiting_bytes = boundary_bytes - boundary_bytes // workload.micro_batches
+        bytes_at_head = self.num_kept_boundaries * boundary_bytes + workload.head_bytes + 2 * waiting_bytes
+        bytes_at_layer = (
+            (self.num_kept_boundaries - 1) * boundary_bytes + workload.layer_bytes + 4 * waiting_bytes
+        )
         # Small tensors matter when a device is nearly full: gradient norms and other scalars, 512 bytes each, and the
         # statistics that attention keeps for its backward pass, 8 bytes for each head and token.
         num_tensors = len(workload.anatomy.layer) * workload.num_layers
-        small = 512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
-        small += workload.given_bytes
-        return Activations(boundary, small, max(at_head, at_layer) + small)
+        small_bytes = (
+            512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
+        )
+        small_bytes += workload.given_bytes
+        return Activations(boundary_bytes, small_bytes, max(bytes_at_head, bytes_at_layer) + small_bytes)
 
     def _device_bytes(self) -> dict[str, int]:
-        size, on_device = self.workload.weight_bytes, self.ends_on_device + self.params["R"]
-        device = {kind: per_param * on_device for kind, per_param in self.bytes_at_home.items()}
+        weight_bytes, num_params_on_device = (
+            self.workload.weight_bytes,
+            self.ends_on_device + self.params_of_kind["R"],
+        )
+        device_bytes = {
+            kind: per_param * num_params_on_device for kind, per_param in self.bytes_at_home.items()
+        }
         # If embedding and head live on the host, they use the same memory on the device in turn. This memory has room
         # for the weights and the gradient of the larger of the two.
-        device["weights"] += size * (self.params["P"] + self.ends_numel)
-        device["gradients"] += size * self.ends_numel - (0 if self.clipping else size * self.params["R"])
+        device_bytes["weights"] += weight_bytes * (self.params_of_kind["P"] + self.ends_numel)
+        device_bytes["gradients"] += weight_bytes * self.ends_numel - (
+            0 if self.clipping else weight_bytes * self.params_of_kind["R"]
+        )
         waits = self.clipping is not None
-        num_rooms = num_gradients(self.kinds, self.window_size, waits=waits)
-        slots = size * (self.num_windowed_slots + num_rooms)
-        slots += (self.updated_bytes + (size if waits else 0)) * self.num_streamed_slots
-        device["buffers"] = slots * self.numel_at_home * self.num_ranks
-        device["activations"] = self.activation_bytes.peak
-        return device
+        num_rooms = num_gradient_rooms(self.kinds, self.window_size, waits=waits)
+        slot_bytes = weight_bytes * (self.num_windowed_slots + num_rooms)
+        slot_bytes += (self.updated_bytes + (weight_bytes if waits else 0)) * self.num_streamed_slots
+        device_bytes["buffers"] = slot_bytes * self.numel_at_home * self.num_ranks
+        device_bytes["activations"] = self.activation_bytes.peak_bytes
+        return device_bytes
 
     def _host_bytes(self) -> dict[str, int]:
-        workload, params, at_home = self.workload, self.params, self.bytes_at_home
+        workload, params_of_kind, bytes_at_home = self.workload, self.params_of_kind, self.bytes_at_home
         if self.num_ranks == 1:
-            numel = sum(params.values()) - params["R"] + sum(self.hosted_ends)
+            numel = sum(params_of_kind.values()) - params_of_kind["R"] + sum(self.hosted_ends)
         else:
-            numel = self.num_hosted * self.numel_at_home
-        host = {kind: per_param * numel for kind, per_param in at_home.items()}
-        host["optimizer"] -= at_home["optimizer"] * params["D"]
-        host["gradients"] -= 0 if self.clipping else at_home["gradients"] * params["S"]
-        if self.num_kept < len(self.kinds):
-            host["activations"] = workload.boundary_bytes * (len(self.kinds) - self.num_kept)
+            numel = self.num_hosted_layers * self.numel_at_home
+        host_bytes = {kind: per_param * numel for kind, per_param in bytes_at_home.items()}
+        host_bytes["optimizer"] -= bytes_at_home["optimizer"] * params_of_kind["D"]
+        host_bytes["gradients"] -= 0 if self.clipping else bytes_at_home["gradients"] * params_of_kind["S"]
+        if self.num_kept_boundaries < len(self.kinds):
+            host_bytes["activations"] = workload.boundary_bytes * (len(self.kinds) - self.num_kept_boundaries)
         if self.num_ranks > 1:
             # gloo gathers and sums in copies of a slab, one for each of two threads; NCCL makes no copies
-            host["buffers"] = 2 * workload.weight_bytes * self.numel_at_home * self.num_ranks
-        if self.count["D"]:
-            host["buffers"] = min(NUM_BUFFERS, self.count["D"]) * self.stored_bytes
+            host_bytes["buffers"] = 2 * workload.weight_bytes * self.numel_at_home * self.num_ranks
+        if self.count_of_kind["D"]:
+            host_bytes["buffers"] = min(NUM_BUFFERS, self.count_of_kind["D"]) * self.stored_bytes
         if self.clipping == "speculate":
-            host["optimizer"] += self.updated_bytes * (sum(params.values()) - params["R"] - params["D"])
-        return host
+            host_bytes["optimizer"] += self.updated_bytes * (
+                sum(params_of_kind.values()) - params_of_kind["R"] - params_of_kind["D"]
+            )
+        return host_bytes
 
-    def _add_update_copies(self, device: dict[str, int], host: dict[str, int]) -> None:
+    def _add_update_copies(self, device_bytes: dict[str, int], host_bytes: dict[str, int]) -> None:
         """Add the fp32 copies that updates make without a compiled kernel, at a time when boundaries are in memory,
         too."""
-        dtype, layer = self.workload.dtype, self.workload.layer_params
-        copied, block = UPDATE_COPIES[dtype], block_numel(dtype)
-        boundary, small, peak = self.activation_bytes
-        resident = layer if self.count["R"] else 0
-        moments = [(copied * min(block, max(self.ends_on_device, resident)), boundary)]
-        below = max(self.kinds.rfind("S"), -1 if self.clipping else self.kinds.rfind("R"))
-        if below >= 0:  # a deferred update of this layer runs in the forward pass, other updates in backward
-            others = min(below, self.num_kept)
-            kept = min(boundary * (others + (1 if self.clipping == "deferred" else 3)), peak)
-            moments.append((copied * min(block, layer), kept))
-        updated, kept = max(moments, key=sum)
-        if updated + kept + small > peak:
-            device["gradients"] += updated
-            device["activations"] = kept + small
-        at_home = self.numel_at_home if self.num_hosted - self.count["S"] else 0
-        host["gradients"] += copied * min(CHUNK, max(at_home, self.ends_numel))
+        dtype, layer_params = self.workload.dtype, self.workload.layer_params
+        copy_bytes, block_params = UPDATE_COPIES[dtype], block_numel(dtype)
+        boundary_bytes, small_bytes, peak_bytes = self.activation_bytes
+        resident_params = layer_params if self.count_of_kind["R"] else 0
+        moments = [
+            (copy_bytes * min(block_params, max(self.ends_on_device, resident_params)), boundary_bytes)
+        ]
+        topmost = max(self.kinds.rfind("S"), -1 if self.clipping else self.kinds.rfind("R"))
+        if topmost >= 0:
+            # a deferred update of this layer runs in the forward pass, other updates in the backward pass
+            num_boundaries_in_use = min(topmost, self.num_kept_boundaries)
+            num_boundaries_in_use += 1 if self.clipping == "deferred" else 3
+            kept_bytes = min(boundary_bytes * num_boundaries_in_use, peak_bytes)
+            moments.append((copy_bytes * min(block_params, layer_params), kept_bytes))
+        updated_bytes, kept_bytes = max(moments, key=sum)
+        if updated_bytes + kept_bytes + small_bytes > peak_bytes:
+            device_bytes["gradients"] += updated_bytes
+            device_bytes["activations"] = kept_bytes + small_bytes
+        params_at_home = self.numel_at_home if self.num_hosted_layers - self.count_of_kind["S"] else 0
+        host_bytes["gradients"] += copy_bytes * min(CHUNK, max(params_at_home, self.ends_numel))
 
     def _moved_bytes(self) -> int:
         """Return the bytes of a step's copies, without boundaries. The weights of a travelling layer are fetched twice
         a step, but only once if the layer is still in a slot when the backward pass begins. The gradient goes home
         once; the gradient of a layer of kind S only if its update may have to wait for the norm, and if the update is
         deferred, it comes in once more."""
-        size = self.workload.weight_bytes
-        gradient = 0 if self.clipping is None else size * (2 if self.clipping == "deferred" else 1)
-        moved = size * (2 * self.count["P"] + 3 * self.num_windowed - self.num_windowed_slots)
-        moved += (size + 2 * self.updated_bytes + gradient) * self.count["S"] - size * self.num_streamed_slots
-        return moved * self.numel_at_home + 2 * size * sum(self.hosted_ends)
+        weight_bytes = self.workload.weight_bytes
+        gradient_bytes = 0
+        if self.clipping is not None:
+            gradient_bytes = weight_bytes * (2 if self.clipping == "deferred" else 1)
+        num_weight_copies = (
+            2 * self.count_of_kind["P"] + 3 * self.num_windowed_layers - self.num_windowed_slots
+        )
+        streamed_bytes = weight_bytes + 2 * self.updated_bytes + gradient_bytes
+        bytes_per_param = weight_bytes * num_weight_copies + streamed_bytes * self.count_of_kind["S"]
+        bytes_per_param -= weight_bytes * self.num_streamed_slots
+        return bytes_per_param * self.numel_at_home + 2 * weight_bytes * sum(self.hosted_ends)
 
     def _exchanged_bytes(self) -> dict[str, float]:
         """Return the bytes that a rank sends. Ranks gather a layer when it is fetched, and sum its gradient in parts.
         Gradients of resident layers and ends are summed whole."""
-        size = self.workload.weight_bytes
-        whole = size * self.numel_at_home * self.num_ranks
-        fetches = 2 * self.num_windowed - self.num_windowed_slots
-        alike = sum_sent(size * (self.workload.end_params + self.params["R"]), self.num_ranks)
+        weight_bytes = self.workload.weight_bytes
+        layer_bytes = weight_bytes * self.numel_at_home * self.num_ranks
+        num_fetches = 2 * self.num_windowed_layers - self.num_windowed_slots
+        whole_sums_bytes = sum_sent(
+            weight_bytes * (self.workload.end_params + self.params_of_kind["R"]), self.num_ranks
+        )
         return {
-            "gathers": parts_sent(fetches * whole, self.num_ranks),
-            "sums": parts_sent(self.num_windowed * whole, self.num_ranks) + alike,
+            "gathers": parts_sent(num_fetches * layer_bytes, self.num_ranks),
+            "sums": parts_sent(self.num_windowed_layers * layer_bytes, self.num_ranks) + whole_sums_bytes,
         }

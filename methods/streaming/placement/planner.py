@@ -47,20 +47,20 @@ Counts = Mapping[str, float]  # number of layers of each kind, or bytes of each 
 PlanOf = Callable[[Workload, dict[str, int]], Plan]
 
 
-class Row(NamedTuple):
+class ResourceRow(NamedTuple):
     """The seconds for which a resource is busy in one pool of time: a constant, and for each kind of layer the seconds
     of one layer."""
 
-    name: str
+    resource: str
     pool: int
     seconds: float
     per_layer: dict[str, float]
 
-    def total(self, counts: Counts) -> float:
+    def total_seconds(self, counts: Counts) -> float:
         return self.seconds + sum(self.per_layer.get(kind, 0.0) * count for kind, count in counts.items())
 
 
-class Carried(NamedTuple):
+class CarriedBytes(NamedTuple):
     """The bytes that cross the link for each parameter of a layer, into the device and out of it. Each pair has the
     bytes of both pools of time."""
 
@@ -71,13 +71,13 @@ class Carried(NamedTuple):
 @dataclass(frozen=True)
 class StepCosts:
     """The quantities that, with the number of layers of each kind, decide how long a step keeps each resource busy.
-    `clipping`: None, deferred or speculate. `boundaries`: bytes of layers' inputs that go to the host in the forward
-    pass and come back in the backward pass. `ends`: home of embedding and head."""
+    `clipping`: None, deferred or speculate. `boundary_bytes`: bytes of layers' inputs that go to the host in the
+    forward pass and come back in the backward pass. `ends`: home of embedding and head."""
 
     workload: Workload
     rates: Rates
     clipping: str | None
-    boundaries: int = 0
+    boundary_bytes: int = 0
     ends: str = "device"
 
     @property
@@ -89,46 +89,53 @@ class StepCosts:
         """Bytes of a layer on the disk: its master and moments. A step reads these bytes once and writes them once."""
         return state_bytes(self.workload)["optimizer"] * stored_numel(self.workload.layer_params)
 
-    def carried(self) -> dict[str, Carried]:
+    def carried_bytes(self) -> dict[str, CarriedBytes]:
         """Return the bytes that cross the link for each parameter of a layer of each kind. A gradient has as many bytes
         as its weight. A deferred update on the device fetches the gradient again. Without deferred updates all bytes
         are in the first pool."""
-        at_home = state_bytes(self.workload)
-        size, rest = at_home["weights"], at_home["optimizer"]
-        sent, fetched = size if self.clipping else 0, size if self.is_deferred else 0
-        of_kinds = {
-            "R": Carried((0, 0), (0, 0)),
-            "P": Carried((0, size), (size, 0)),
-            "W": Carried((size, size), (size, 0)),
-            "S": Carried((size, size + rest + fetched), (sent, size + rest)),
-            "Q": Carried((0, rest + fetched), (sent, rest)),
-            "D": Carried((size, size), (size, 0)),
+        bytes_at_home = state_bytes(self.workload)
+        weight_bytes, optimizer_bytes = bytes_at_home["weights"], bytes_at_home["optimizer"]
+        sent_gradient = weight_bytes if self.clipping else 0
+        fetched_gradient = weight_bytes if self.is_deferred else 0
+        carried_by_kind = {
+            "R": CarriedBytes((0, 0), (0, 0)),
+            "P": CarriedBytes((0, weight_bytes), (weight_bytes, 0)),
+            "W": CarriedBytes((weight_bytes, weight_bytes), (weight_bytes, 0)),
+            "S": CarriedBytes(
+                (weight_bytes, weight_bytes + optimizer_bytes + fetched_gradient),
+                (sent_gradient, weight_bytes + optimizer_bytes),
+            ),
+            "Q": CarriedBytes((0, optimizer_bytes + fetched_gradient), (sent_gradient, optimizer_bytes)),
+            "D": CarriedBytes((weight_bytes, weight_bytes), (weight_bytes, 0)),
         }
         if self.is_deferred:
-            return of_kinds
+            return carried_by_kind
         return {
-            kind: Carried((sum(sizes.inbound), 0), (sum(sizes.outbound), 0))
-            for kind, sizes in of_kinds.items()
+            kind: CarriedBytes((sum(carried.inbound), 0), (sum(carried.outbound), 0))
+            for kind, carried in carried_by_kind.items()
         }
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ResourceRow]:
         """Return the rows of every resource that bounds a step."""
         rows = [*self._compute_rows(), *self._host_and_disk_rows(), *self._link_rows()]
         return self._with_hosted_ends(rows) if self.ends == "host" else rows
 
-    def _compute_rows(self) -> list[Row]:
+    def _compute_rows(self) -> list[ResourceRow]:
         workload, rates = self.workload, self.rates
-        forward, backward = compute_seconds(workload, rates)
-        of_layer = device_update_seconds(workload.layer_params, workload, rates)
-        of_ends = 0.0 if self.ends == "host" else device_update_seconds(workload.end_params, workload, rates)
-        updates = {"R": of_layer} | dict.fromkeys("SQ", rates.streamed_cost * of_layer)
+        forward_seconds, backward_seconds = compute_seconds(workload, rates)
+        layer_seconds = device_update_seconds(workload.layer_params, workload, rates)
+        ends_seconds = (
+            0.0 if self.ends == "host" else device_update_seconds(workload.end_params, workload, rates)
+        )
+        update_seconds = {"R": layer_seconds} | dict.fromkeys("SQ", rates.streamed_cost * layer_seconds)
         if rates.is_host:
-            updates |= dict.fromkeys("PWD", self._host_update_seconds())
+            update_seconds |= dict.fromkeys("PWD", self._host_update_seconds())
         if not self.is_deferred:
-            return [Row("compute", BACKWARD, forward + backward + of_ends, updates)]
+            step_seconds = forward_seconds + backward_seconds + ends_seconds
+            return [ResourceRow("compute", BACKWARD, step_seconds, update_seconds)]
         return [
-            Row("compute", FORWARD, forward + of_ends, updates),
-            Row("compute", BACKWARD, backward, {}),
+            ResourceRow("compute", FORWARD, forward_seconds + ends_seconds, update_seconds),
+            ResourceRow("compute", BACKWARD, backward_seconds, {}),
         ]
 
     def _host_update_seconds(self) -> float:
@@ -139,77 +146,97 @@ class StepCosts:
         return self.rates.ahead_cost if self.clipping == "speculate" else 1.0
 
     @property
-    def _last(self) -> int:
+    def _update_pool(self) -> int:
         """The pool in which updates are made."""
         return FORWARD if self.is_deferred else BACKWARD
 
-    def _host_and_disk_rows(self) -> list[Row]:
-        stored = self.stored_bytes
-        on_disk = {"disk reads": stored, "disk writes": stored, "disk both ways": 2 * stored}
+    def _host_and_disk_rows(self) -> list[ResourceRow]:
+        stored_bytes = self.stored_bytes
+        bytes_by_resource = {
+            "disk reads": stored_bytes,
+            "disk writes": stored_bytes,
+            "disk both ways": 2 * stored_bytes,
+        }
         return [
-            Row("host cores", self._last, 0.0, dict.fromkeys("PWD", self._host_update_seconds())),
+            ResourceRow(
+                "host cores", self._update_pool, 0.0, dict.fromkeys("PWD", self._host_update_seconds())
+            ),
             *(
-                Row(name, self._last, 0.0, {"D": seconds_of(name, size, self.rates)})
-                for name, size in on_disk.items()
+                ResourceRow(
+                    resource, self._update_pool, 0.0, {"D": seconds_of(resource, num_bytes, self.rates)}
+                )
+                for resource, num_bytes in bytes_by_resource.items()
             ),
         ]
 
-    def _link_rows(self) -> list[Row]:
+    def _link_rows(self) -> list[ResourceRow]:
         """Return the rows of the link and of the host's memory, pool by pool."""
-        table, params = self.carried(), self.workload.layer_params
-        rows: list[Row] = []
-        for pool in range(self._last + 1):
-            inbound = {kind: params * sizes.inbound[pool] for kind, sizes in table.items()}
-            outbound = {kind: params * sizes.outbound[pool] for kind, sizes in table.items()}
-            both = {kind: inbound[kind] + outbound[kind] for kind in table}
+        carried_by_kind, params = self.carried_bytes(), self.workload.layer_params
+        rows: list[ResourceRow] = []
+        for pool in range(self._update_pool + 1):
+            inbound = {kind: params * carried.inbound[pool] for kind, carried in carried_by_kind.items()}
+            outbound = {kind: params * carried.outbound[pool] for kind, carried in carried_by_kind.items()}
+            both_ways = {kind: inbound[kind] + outbound[kind] for kind in carried_by_kind}
             # bytes of host memory that an update touches for each parameter
-            per_update = self._ahead_cost * UPDATE_BYTES[self.workload.dtype] if pool == self._last else 0.0
-            on_host = dict.fromkeys("PWD", params * per_update)
-            on_host["D"] += 2 * self.stored_bytes if per_update else 0
-            touched = {kind: size + on_host.get(kind, 0) for kind, size in both.items()}
-            into, out = self.boundaries * (pool == BACKWARD), self.boundaries * (pool == self._last)
-            amounts = {  # by row: bytes that do not depend on the kinds of layers, and bytes of a layer of each kind
-                "link inbound": (into, inbound),
-                "link outbound": (out, outbound),
-                "link both ways": (into + out, both),
-                "host memory": (into + out, touched),
+            update_bytes = 0.0
+            if pool == self._update_pool:
+                update_bytes = self._ahead_cost * UPDATE_BYTES[self.workload.dtype]
+            update_traffic = dict.fromkeys("PWD", params * update_bytes)
+            update_traffic["D"] += 2 * self.stored_bytes if update_bytes else 0
+            touched_bytes = {
+                kind: num_bytes + update_traffic.get(kind, 0) for kind, num_bytes in both_ways.items()
             }
-            for name, (always, of_layers) in amounts.items():
-                per_layer = {kind: seconds_of(name, size, self.rates) for kind, size in of_layers.items()}
-                rows.append(Row(name, pool, seconds_of(name, always, self.rates), per_layer))
+            boundaries_in = self.boundary_bytes * (pool == BACKWARD)
+            boundaries_out = self.boundary_bytes * (pool == self._update_pool)
+            # by resource: bytes that do not depend on the kinds of layers, and bytes of a layer of each kind
+            bytes_by_resource = {
+                "link inbound": (boundaries_in, inbound),
+                "link outbound": (boundaries_out, outbound),
+                "link both ways": (boundaries_in + boundaries_out, both_ways),
+                "host memory": (boundaries_in + boundaries_out, touched_bytes),
+            }
+            for resource, (constant_bytes, layer_bytes) in bytes_by_resource.items():
+                per_layer = {
+                    kind: seconds_of(resource, num_bytes, self.rates)
+                    for kind, num_bytes in layer_bytes.items()
+                }
+                rows.append(
+                    ResourceRow(resource, pool, seconds_of(resource, constant_bytes, self.rates), per_layer)
+                )
         return rows
 
-    def _with_hosted_ends(self, rows: list[Row]) -> list[Row]:
+    def _with_hosted_ends(self, rows: list[ResourceRow]) -> list[ResourceRow]:
         """Return the rows with the work of ends on the host added, as for parked layers, and with a row for the
         embedding. The embedding's gradient is known last and its weights are needed first, so the device has no pass to
         make while the embedding is updated."""
         workload, rates = self.workload, self.rates
-        compute = rows[0]  # the device's passes in the last pool, which ends on the host do not lengthen
+        compute_row = rows[0]  # the device's passes in the last pool, which ends on the host do not lengthen
         # ends are not updated ahead
-        parked = StepCosts(workload, rates, self.clipping if self.is_deferred else None).rows()
+        parked_rows = StepCosts(workload, rates, self.clipping if self.is_deferred else None).rows()
         share = workload.end_params / workload.layer_params
         with_ends = [
-            row._replace(seconds=row.seconds + share * layers.per_layer.get("P", 0.0))
-            for row, layers in zip(rows, parked, strict=True)
+            row._replace(seconds=row.seconds + share * parked_row.per_layer.get("P", 0.0))
+            for row, parked_row in zip(rows, parked_rows, strict=True)
         ]
-        embedding = workload.anatomy.end_parts[0]
-        size = workload.weight_bytes * embedding
-        updated = max(host_update_seconds(embedding, workload, rates))
-        copied = seconds_of("link outbound", size, rates) + seconds_of("link inbound", size, rates)
-        seconds = compute.seconds + copied + updated
-        return [*with_ends, Row("the embedding's way home", compute.pool, seconds, {})]
+        embedding_params = workload.anatomy.end_parts[0]
+        embedding_bytes = workload.weight_bytes * embedding_params
+        update_seconds = max(host_update_seconds(embedding_params, workload, rates))
+        outbound_seconds = seconds_of("link outbound", embedding_bytes, rates)
+        copied_seconds = outbound_seconds + seconds_of("link inbound", embedding_bytes, rates)
+        seconds = compute_row.seconds + copied_seconds + update_seconds
+        return [*with_ends, ResourceRow("the embedding's way home", compute_row.pool, seconds, {})]
 
     def forecast(self, counts: Counts) -> Forecast:
         return forecast(self.rows(), counts)
 
     def least_seconds(
-        self, needs: Mapping[str, Counts], free: Counts, kinds: str
+        self, needs: Mapping[str, Counts], free_bytes: Counts, kinds: str
     ) -> tuple[float, dict[str, float]] | None:
         """Return the lower bound of the step time over all placements, in seconds, and the numbers of layers of each
         kind. Of all numbers within SLACK of the bound these copy the fewest bytes. Return None if no placement fits or
         scipy is missing.
 
-        `needs`: bytes of a layer, by memory and kind; `free`: bytes that are left for layers, by memory.
+        `needs`: bytes of a layer, by memory and kind; `free_bytes`: bytes that are left for layers, by memory.
         """
         try:
             from scipy.optimize import linprog  # a slow import, needed only for plans by rates
@@ -217,41 +244,48 @@ class StepCosts:
             return None
 
         pools = range(2 if self.is_deferred else 1)
-        upper, limits = [], []
+        upper_rows, limits = [], []
         for row in self.rows():
             per_pool = [-1.0 if row.pool == pool else 0.0 for pool in pools]
-            upper.append([row.per_layer.get(kind, 0.0) for kind in kinds] + per_pool)
+            upper_rows.append([row.per_layer.get(kind, 0.0) for kind in kinds] + per_pool)
             limits.append(-row.seconds)
-        for memory, size in free.items():
-            upper.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0 for _ in pools])
-            limits.append(size / 2**30)
-        whole = {"A_eq": [[1.0] * len(kinds) + [0.0 for _ in pools]], "b_eq": [self.workload.num_layers]}
-        time = [0.0] * len(kinds) + [1.0 for _ in pools]
-        fastest = linprog(time, A_ub=upper, b_ub=limits, **whole)
-        if fastest.status:
+        for memory, num_bytes in free_bytes.items():
+            upper_rows.append([needs[memory].get(kind, 0.0) / 2**30 for kind in kinds] + [0.0 for _ in pools])
+            limits.append(num_bytes / 2**30)
+        all_layers = {"A_eq": [[1.0] * len(kinds) + [0.0 for _ in pools]], "b_eq": [self.workload.num_layers]}
+        time_row = [0.0] * len(kinds) + [1.0 for _ in pools]
+        fastest_solution = linprog(time_row, A_ub=upper_rows, b_ub=limits, **all_layers)
+        if fastest_solution.status:
             return None
-        carries = [*self._moved_bytes(kinds)] + [0.0 for _ in pools]
-        least = linprog(carries, A_ub=[*upper, time], b_ub=[*limits, fastest.fun * (1 + SLACK)], **whole)
-        chosen = (fastest if least.status else least).x
-        return float(fastest.fun), dict(zip(kinds, map(float, chosen), strict=False))
+        carried_row = [*self._moved_bytes(kinds)] + [0.0 for _ in pools]
+        least_copies = linprog(
+            carried_row,
+            A_ub=[*upper_rows, time_row],
+            b_ub=[*limits, fastest_solution.fun * (1 + SLACK)],
+            **all_layers,
+        )
+        chosen_counts = (fastest_solution if least_copies.status else least_copies).x
+        return float(fastest_solution.fun), dict(zip(kinds, map(float, chosen_counts), strict=False))
 
     def _moved_bytes(self, kinds: str) -> list[float]:
         """Return the bytes that a step copies for each parameter of a layer, for each of these kinds."""
-        table, moved = self.carried(), []
+        carried_by_kind, moved_bytes = self.carried_bytes(), []
         for kind in kinds:
-            moved.append(float(sum(table[kind].inbound) + sum(table[kind].outbound)))
+            carried = carried_by_kind[kind]
+            moved_bytes.append(float(sum(carried.inbound) + sum(carried.outbound)))
             if kind == "D":
-                moved[-1] += 2 * self.stored_bytes / self.workload.layer_params
-        return moved
+                moved_bytes[-1] += 2 * self.stored_bytes / self.workload.layer_params
+        return moved_bytes
 
 
-def forecast(rows: list[Row], counts: Counts) -> Forecast:
+def forecast(rows: list[ResourceRow], counts: Counts) -> Forecast:
     """Return the lower bound of the step time for these numbers of layers, and the names of the rows that set it."""
-    longest = []
+    longest_rows = []
     for pool in {row.pool for row in rows}:
-        longest.append(max((row for row in rows if row.pool == pool), key=lambda row: row.total(counts)))
-    binds = " then ".join(dict.fromkeys(row.name for row in longest))
-    return Forecast(sum(row.total(counts) for row in longest), binds)
+        rows_of_pool = [row for row in rows if row.pool == pool]
+        longest_rows.append(max(rows_of_pool, key=lambda row: row.total_seconds(counts)))
+    binds = " then ".join(dict.fromkeys(row.resource for row in longest_rows))
+    return Forecast(sum(row.total_seconds(counts) for row in longest_rows), binds)
 
 
 def choose_counts(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> dict[str, int] | None:
@@ -259,8 +293,8 @@ def choose_counts(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> 
     of the shortest step, these copy the fewest bytes. Return None if no placement fits."""
     rows = costs.rows()
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
-    for used in _with_and_without(kinds.replace("R", "")):
-        for near_counts in _near_optimum(costs, room, plan_of, "R" + used):
+    for used_kinds in _with_and_without(kinds.replace("R", "")):
+        for near_counts in _near_optimum(costs, room, plan_of, "R" + used_kinds):
             counts = dict.fromkeys(kinds, 0) | near_counts
             plan = plan_of(costs.workload, counts)
             if plan.shortfall(room) is None:
@@ -268,77 +302,84 @@ def choose_counts(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> 
                 candidates[tuple(counts.values())] = (seconds, plan.moved_bytes + 2 * plan.disk_bytes)
     if not candidates:
         return None
-    least = min(seconds for seconds, _ in candidates.values())
-    near = [key for key, (seconds, _) in candidates.items() if seconds <= least * (1 + SLACK)]
-    best = min(near, key=lambda key: (candidates[key][1], candidates[key][0]))
-    return dict(zip(kinds, best, strict=True))
+    least_seconds = min(seconds for seconds, _ in candidates.values())
+    near_keys = [key for key, (seconds, _) in candidates.items() if seconds <= least_seconds * (1 + SLACK)]
+    best_key = min(near_keys, key=lambda key: (candidates[key][1], candidates[key][0]))
+    return dict(zip(kinds, best_key, strict=True))
 
 
-def _with_and_without(optional: str) -> Iterator[str]:
+def _with_and_without(optional_kinds: str) -> Iterator[str]:
     """Yield every subset of these kinds, because a kind's buffers cost memory even for one layer."""
-    for size in range(len(optional) + 1):
-        for used in itertools.combinations(optional, size):
-            yield "".join(used)
+    for num_kinds in range(len(optional_kinds) + 1):
+        for used_kinds in itertools.combinations(optional_kinds, num_kinds):
+            yield "".join(used_kinds)
 
 
 def _near_optimum(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> Iterator[dict[str, int]]:
     """Return whole numbers of layers of each kind near the solution of the linear program."""
     num_layers = costs.workload.num_layers
-    needs, free = _linear(costs.workload, room, plan_of, kinds)
-    if not may_fit(num_layers, needs, free):
+    needs, free_bytes = _linear_needs(costs.workload, room, plan_of, kinds)
+    if not may_fit(num_layers, needs, free_bytes):
         return
-    solution = costs.least_seconds(needs, free, kinds)
+    solution = costs.least_seconds(needs, free_bytes, kinds)
     if solution is None:
         return
-    ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()]
-    for counts in itertools.product(*ranges):
+    count_ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()]
+    for counts in itertools.product(*count_ranges):
         if sum(counts) == num_layers:
             yield dict(zip(kinds, counts, strict=True))
 
 
-def hosted_boundaries(plan: Plan) -> int:
+def hosted_boundary_bytes(plan: Plan) -> int:
     """Return the bytes of boundaries that the host keeps from the forward pass to the backward pass."""
     return plan.host.get("activations", 0)
 
 
-def may_fit(num_layers: int, needs: Mapping[str, Counts], free: Counts) -> bool:
+def may_fit(num_layers: int, needs: Mapping[str, Counts], free_bytes: Counts) -> bool:
     """Return False if certainly no placement fits, because even the least bytes that layers need in one memory, or in a
     weighted sum of two memories, are too many. Return True if a placement may fit; the linear program may still find
     none.
 
     For models that hardly fit, this check saves 95 of 100 linear programs (results/LOG.md).
     """
-    if min(free.values(), default=0) < 0:
+    if min(free_bytes.values(), default=0) < 0:
         return False
     shares = []  # for each memory, the share of its free bytes that the layers need if all are of one kind
-    for memory, of_kinds in needs.items():
-        shares.append([num_layers * need / max(free[memory], 1.0) for need in of_kinds.values()])
-    for pair in itertools.combinations_with_replacement(shares, 2):
+    for memory, need_of_kind in needs.items():
+        shares.append([num_layers * need / max(free_bytes[memory], 1.0) for need in need_of_kind.values()])
+    for share_pair in itertools.combinations_with_replacement(shares, 2):
         for weight in range(11):
-            if min(weight * one + (10 - weight) * other for one, other in zip(*pair, strict=True)) > 10:
+            pairs_of_kinds = zip(*share_pair, strict=True)
+            if min(weight * share + (10 - weight) * other for share, other in pairs_of_kinds) > 10:
                 return False
     return True
 
 
-def _linear(
+def _linear_needs(
     workload: Workload, room: Room, plan_of: PlanOf, kinds: str
 ) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
     """Return, by memory, the bytes of one more layer of each kind, and the bytes that all other memory needs leave for
     layers."""
-    several = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more layers than slots
-    deep = workload.at_depth(sum(several.values()))
-    base = plan_of(deep, several)
-    more = {kind: plan_of(workload.at_depth(deep.num_layers + 1), {**several, kind: 5}) for kind in kinds}
-    needs, free = {}, {}
-    for name in (f"{memory}_bytes" for memory in MEMORIES):
-        limit, base_bytes = getattr(room, name), getattr(base, name)
+    base_counts = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more layers than slots
+    base_workload = workload.at_depth(sum(base_counts.values()))
+    base_plan = plan_of(base_workload, base_counts)
+    plan_with_one_more = {
+        kind: plan_of(workload.at_depth(base_workload.num_layers + 1), {**base_counts, kind: 5})
+        for kind in kinds
+    }
+    needs, free_bytes = {}, {}
+    for field_name in (f"{memory}_bytes" for memory in MEMORIES):
+        limit, base_bytes = getattr(room, field_name), getattr(base_plan, field_name)
         if limit is not None:
-            needs[name] = {kind: float(getattr(plan, name) - base_bytes) for kind, plan in more.items()}
-            free[name] = float(limit - (base_bytes - 4 * sum(needs[name].values())))
-    return needs, free
+            needs[field_name] = {
+                kind: float(getattr(plan, field_name) - base_bytes)
+                for kind, plan in plan_with_one_more.items()
+            }
+            free_bytes[field_name] = float(limit - (base_bytes - 4 * sum(needs[field_name].values())))
+    return needs, free_bytes
 
 
-def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
+def arrange_kinds(counts: Counts, clipping: str | None = "deferred") -> str:
     """Return a letter for each layer, bottom first.
 
     Resident layers are at the bottom, so that the layers above them, which the host updates, are needed late in the
@@ -347,17 +388,17 @@ def arranged(counts: Counts, clipping: str | None = "deferred") -> str:
     link carries states while resident layers compute. One of the other layers is on top: its gradient comes home soon
     after the turn from forward to backward pass, so that the host soon has an update to make.
     """
-    resident, streamed = (int(counts.get(kind, 0)) for kind in "RS")
-    rest = spread("".join(kind * int(counts.get(kind, 0)) for kind in "PWD"), "S", streamed)
-    bottom = resident // 4 if streamed and clipping != "deferred" else resident
-    return "R" * bottom + spread(rest, "R", resident - bottom)
+    num_resident, num_streamed = (int(counts.get(kind, 0)) for kind in "RS")
+    upper_kinds = spread("".join(kind * int(counts.get(kind, 0)) for kind in "PWD"), "S", num_streamed)
+    num_at_bottom = num_resident // 4 if num_streamed and clipping != "deferred" else num_resident
+    return "R" * num_at_bottom + spread(upper_kinds, "R", num_resident - num_at_bottom)
 
 
 def costs_of(plan: Plan, workload: Workload, rates: Rates) -> StepCosts:
     """Return the costs of a step with this plan, whose options have been chosen."""
     options = plan.options
     return StepCosts(
-        workload, rates, options.get("clipping"), hosted_boundaries(plan), options.get("ends", "device")
+        workload, rates, options.get("clipping"), hosted_boundary_bytes(plan), options.get("ends", "device")
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from methods.shared.terms import Terms
 from methods.streaming.layer_kinds import LayerSource
 from methods.streaming.layer_state import LayerState, NamedLayer
-from methods.streaming.starting_values import fill
+from methods.streaming.starting_values import fill_states
 from methods.streaming.users.access import ScriptAccess
 from methods.streaming.users.layer import UserLayer
 from methods.streaming.users.model import UserModel, give, refuse_step
@@ -110,6 +110,6 @@ def move_home(state: LayerState, parameters: Sequence[nn.Parameter]) -> None:
         for (_, slab), parameter in zip(named, parameters, strict=True):
             slab.copy_(parameter.detach())
 
-    fill([state], values)
+    fill_states([state], values)
     for parameter, weight in zip(parameters, state.layout.views(state.current.weights), strict=True):
         give(parameter, weight)

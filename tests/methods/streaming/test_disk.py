@@ -28,7 +28,7 @@ from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
 from methods.offload.layout import layout_of
 from methods.shared.memory_needs import NUM_BUFFERS
-from methods.streaming.disk import Disk, File, shelves
+from methods.streaming.disk import Disk, StateFile, shelves
 from methods.streaming.layer_state import LayerState
 from methods.streaming.starting_values import draw_states
 from tests.support.cli import run
@@ -105,7 +105,7 @@ def test_as_many_buffers_as_said_hold_all_layers(device: Device, tmp_path: Path)
 @pytest.mark.parametrize("offset", [0, 3], ids=["whole pages", "beside them"])
 def test_what_is_written_is_read_again(tmp_path: Path, device: Device, offset: int) -> None:
     """Past the system's cache where memory lies in whole pages, through it where not."""
-    whole = File(tmp_path, 3 * 8192)
+    whole = StateFile(tmp_path, 3 * 8192)
     file = whole.at(8192)
     slab = device.room(2048 + offset, torch.float32, host=True)[offset:]
     slab.copy_(torch.arange(2048))
@@ -159,7 +159,7 @@ def fill(folder: Path) -> None:
 
 def test_a_disk_that_is_too_small_is_told_before_the_first_step(small_disk: Path) -> None:
     with pytest.raises(OSError, match=r"No space left on device: 9\.0 MiB of states: .*small") as raised:
-        File(small_disk, 9 * 2**20)
+        StateFile(small_disk, 9 * 2**20)
     assert raised.value.errno == errno.ENOSPC and list(small_disk.iterdir()) == []
 
 

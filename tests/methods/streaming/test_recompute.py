@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from harness.core.job import Workload
 from harness.core.method import create
 from harness.models.gpt import Layer
-from methods.streaming.recompute import recomputed
+from methods.streaming.recompute import run_recomputed
 from tests.support.training import tiny
 
 WORKLOAD = Workload(num_layers=1, hidden_size=32, num_heads=2, seq_len=8, batch_size=2, vocab_size=64)
@@ -34,7 +34,7 @@ def gradients(run) -> tuple[list[Tensor], int]:
 
 
 def by_us(module: nn.Module, x: Tensor) -> Tensor:
-    return recomputed(module, [x], keeps_random=False)
+    return run_recomputed(module, [x], keeps_random=False)
 
 
 def test_gradients_and_work_are_those_of_torchs_checkpoint() -> None:
@@ -74,7 +74,7 @@ def test_between_both_passes_only_the_inputs_are_kept(run) -> None:
 
 def test_random_numbers_of_the_forward_pass_come_again_where_they_are_kept() -> None:
     x = torch.ones(64, requires_grad=True)
-    y = recomputed(nn.Sequential(nn.Dropout(0.5), nn.Tanh()), [x], keeps_random=True)
+    y = run_recomputed(nn.Sequential(nn.Dropout(0.5), nn.Tanh()), [x], keeps_random=True)
     y.sum().backward()
     assert torch.equal(x.grad != 0, y.detach() != 0)
 

@@ -15,7 +15,7 @@ from harness.core.method import create, names
 from harness.core.rates import Rates
 from harness.plan.fit import resolve
 from methods.streaming.placement.placement import CLIPPINGS, HOMES, PlacedLayers
-from methods.streaming.placement.planner import KINDS, arranged
+from methods.streaming.placement.planner import KINDS, arrange_kinds
 from tests.support.operations import num_lines
 from tests.support.training import tiny
 
@@ -34,7 +34,7 @@ def every_need(workload: Workload, has_disk: bool) -> list[tuple[int, int, int]]
     needs = set()
     kinds = [kind for kind in KINDS if kind != "Q" and (has_disk or kind != "D")]
     for mixture in itertools.combinations_with_replacement(kinds, workload.num_layers):
-        placement = arranged({kind: mixture.count(kind) for kind in kinds})
+        placement = arrange_kinds({kind: mixture.count(kind) for kind in kinds})
         clippings = CLIPPINGS if workload.waits_for_norm else (None,)
         homes = itertools.product(([], workload.anatomy.end_parts), HOMES)
         for window, clipping, (ends, kept) in itertools.product((1, 2, 3), clippings, homes):

@@ -13,7 +13,7 @@ from harness.core.method import create
 from harness.core.rates import Rates
 from harness.plan.resources import compute_seconds
 from methods.streaming.placement.placement import parse, placement_text
-from methods.streaming.placement.planner import StepCosts, arranged, choose_counts
+from methods.streaming.placement.planner import StepCosts, arrange_kinds, choose_counts
 
 GB = 1e9
 # Models of machines, not measured: a V100's virtual machine with a slow host, an H200, an RTX 4090 desktop.
@@ -215,13 +215,15 @@ def test_layers_are_spread_evenly_among_the_others(text: str, kinds: str) -> Non
 
 def test_resident_layers_are_spread_where_the_link_carries_states_all_the_time() -> None:
     counts = {"R": 4, "W": 2, "S": 2}
-    assert [placement_text(arranged(counts, clipping)) for clipping in (None, "speculate", "deferred")] == [
+    assert [
+        placement_text(arrange_kinds(counts, clipping)) for clipping in (None, "speculate", "deferred")
+    ] == [
         "R1W2~S2~R3",
         "R1W2~S2~R3",
         "R4W2~S2",
     ]
-    assert placement_text(arranged({"R": 4, "W": 2}, None)) == "R4W2"
-    assert placement_text(arranged({"R": 46, "P": 2, "W": 12, "S": 18}, None)) == "R11P2W12~S18~R35"
+    assert placement_text(arrange_kinds({"R": 4, "W": 2}, None)) == "R4W2"
+    assert placement_text(arrange_kinds({"R": 46, "P": 2, "W": 12, "S": 18}, None)) == "R11P2W12~S18~R35"
 
 
 def test_rates_decide_where_layers_live_and_how_long_a_step_takes() -> None:
