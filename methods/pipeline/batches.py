@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Inputs = Mapping[str, Any]
+Inputs = Mapping[str, Any]  # a batch: the arguments of the model's forward pass by name
+MicroBatch = dict[str, Any]  # the same arguments for some of the batch's samples
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; of the largest value
 HALF_TOLERANCE = 5e-2  # fp16 and bf16
 # largest relative difference between numbers of targets a sample that counts as rounding
@@ -38,11 +39,11 @@ def micro_batch_sizes(batch_size: int, chunk_size: int, num_replicas: int) -> li
     return [chunk_size] * num_full + [last_size] * bool(last_size)
 
 
-def split_batch(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def split_batch(inputs: Inputs, sizes: Sequence[int]) -> list[MicroBatch]:
     """Split a batch into micro-batches of these sizes, in samples. Tensors whose first dimension is 1, and values that
     are not tensors, go whole to each micro-batch. Raises ValueError if a tensor has another number of samples."""
     num_samples = sum(sizes)
-    micro_batches: list[dict[str, Any]] = [{} for _ in sizes]
+    micro_batches: list[MicroBatch] = [{} for _ in sizes]
     for name, value in inputs.items():
         is_split = isinstance(value, Tensor) and value.ndim > 0 and (value.shape[0] > 1 or num_samples == 1)
         if is_split and value.shape[0] != num_samples:
@@ -55,7 +56,7 @@ def split_batch(inputs: Inputs, sizes: Sequence[int]) -> list[dict[str, Any]]:
     return micro_batches
 
 
-def resize_sample(sample: Inputs, num_samples: int) -> dict[str, Any]:
+def resize_sample(sample: Inputs, num_samples: int) -> MicroBatch:
     def first_samples(value: Any) -> Any:
         is_batch = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] > 1
         return value[:num_samples] if is_batch else value
@@ -63,7 +64,7 @@ def resize_sample(sample: Inputs, num_samples: int) -> dict[str, Any]:
     return {name: first_samples(value) for name, value in sample.items()}
 
 
-def cast_batch(inputs: Inputs, dtype: torch.dtype | None) -> dict[str, Any]:
+def cast_batch(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
     return {name: move_value(value, None, dtype) for name, value in inputs.items()}
 
 

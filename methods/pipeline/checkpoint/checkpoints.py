@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from harness.base.checked_data import checked
+from harness.base.json_object import JsonObject
 from harness.core.job import Workload
 from harness.core.method import Step
 from methods.pipeline.checkpoint import files
+from methods.pipeline.checkpoint.files import StoredValues
 from methods.pipeline.checkpoint.folders import TABLE_FILE, checkpoint_folder, find_checkpoint
 
 PLAIN_TYPES = (bool, int, float, str, list, tuple, type(None))  # types of an optimizer's options
@@ -33,6 +35,7 @@ PLAIN_TYPES = (bool, int, float, str, list, tuple, type(None))  # types of an op
 FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 ADAM_STATES = {"step", "exp_avg", "exp_avg_sq"}  # names of the states of Adam and AdamW
 T = TypeVar("T")
+ParameterGroup = dict[str, Any]  # a group of an optimizer's param_groups
 StoredSpec: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
@@ -50,7 +53,7 @@ class GptProgress(Progress):
     """Progress, and the further notes in the checkpoints of a job of `-m varuna`. The lists hold one value for each
     step."""
 
-    workload: dict[str, Any]
+    workload: JsonObject
     loss: list[float]
     grad_norm: list[float]
     loss_scales: list[float | None]
@@ -70,7 +73,7 @@ class GptProgress(Progress):
             raise ValueError(f"expected the hash of the source code, got {self.source!r:.80}")
 
     @staticmethod
-    def notes(workload: Workload, steps: Sequence[Step], source: str) -> dict[str, Any]:
+    def notes(workload: Workload, steps: Sequence[Step], source: str) -> JsonObject:
         """Return the notes that a checkpoint stores beside Progress. `steps`: all of the job's steps so far. `source`:
         hash of the source code."""
         norms = [float(step.grad_norm) for step in steps if step.grad_norm is not None]
@@ -102,7 +105,7 @@ class GptProgress(Progress):
         ]
 
 
-def read_checkpoint(folder: str | Path, step: int | None = None) -> dict[str, Any]:
+def read_checkpoint(folder: str | Path, step: int | None = None) -> StoredValues:
     """Read a whole checkpoint in one process. `step`: the checkpoint's step; None: the newest complete checkpoint. The
     keys of the result are `weights.NAME`, `optimizer.NAME.STATE` and, with values in JSON, `options.NAME` and
     `progress`. Raises ValueError if the folder has no complete checkpoint of this step."""
@@ -144,7 +147,7 @@ class Checkpoints:
         if self.is_first:
             path.mkdir(parents=True, exist_ok=True)
             (path / TABLE_FILE).unlink(missing_ok=True)  # no rank writes before this rank has called save()
-        state: dict[str, Any] = {}
+        state: StoredValues = {}
         for name in self.written_names:
             state |= {
                 key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -209,9 +212,9 @@ class Checkpoints:
             self._group_of(master).update(options[name])
         return loaded_step, progress
 
-    def _state_of_weight(self, name: str) -> dict[str, Any]:
+    def _state_of_weight(self, name: str) -> StoredValues:
         master = self.masters[name]
-        state: dict[str, Any] = {f"weights.{name}": master}
+        state: StoredValues = {f"weights.{name}": master}
         state |= {
             f"optimizer.{name}.{key}": value for key, value in self.optimizer.state.get(master, {}).items()
         }
@@ -242,7 +245,7 @@ class Checkpoints:
                     f"{key} of {name}: expected {_spec_text(expected)}, got {_spec_text(_spec(entry))}"
                 )
 
-    def _read_options(self, name: str, master: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_options(self, name: str, master: nn.Parameter, values: Mapping[str, Any]) -> JsonObject:
         """Return a weight's optimizer options from the checkpoint. Raises ValueError if an option has another type than
         the optimizer's current option."""
         options, group = json.loads(values[f"options.{name}"]), self._group_of(master)
@@ -265,7 +268,7 @@ class Checkpoints:
         is_moved = isinstance(value, Tensor) and (value.ndim > 0 or bool(self._group_of(master).get("fused")))
         return value.to(master.device) if is_moved else value
 
-    def _group_of(self, master: nn.Parameter) -> dict[str, Any]:
+    def _group_of(self, master: nn.Parameter) -> ParameterGroup:
         for group in self.optimizer.param_groups:
             if any(weight is master for weight in group["params"]):
                 return group
@@ -274,7 +277,7 @@ class Checkpoints:
         )
 
 
-def _without_prefix(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_prefix(prefix: str, values: Mapping[str, Any]) -> StoredValues:
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
@@ -311,11 +314,11 @@ def _read_entries(path: Path) -> Mapping[str, Any]:
     return files.read_table(path).state_dict_metadata
 
 
-def _read_values(path: Path, wanted_keys: list[str]) -> dict[str, Any]:
+def _read_values(path: Path, wanted_keys: list[str]) -> StoredValues:
     entries = _read_entries(path)
     if missing_keys := [key for key in wanted_keys if key not in entries]:
         raise files.unreadable_error(path, ValueError(f"it lacks {missing_keys[0]}"))
-    state: dict[str, Any] = {}
+    state: StoredValues = {}
     for key in wanted_keys:
         spec = _spec(entries[key])
         state[key] = torch.empty(spec[0], dtype=spec[1]) if spec else None

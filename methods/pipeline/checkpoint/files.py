@@ -40,6 +40,7 @@ from harness.core.failures import naming_ranks
 from methods.pipeline.checkpoint.folders import TABLE_FILE
 from methods.pipeline.transport import gather_messages
 
+StoredValues = dict[str, Any]  # tensors and plain values, by their keys in a checkpoint
 _TORCH_CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED_CLASSES = {
     *(
@@ -157,7 +158,7 @@ def _file_size(file: Path) -> int:
     return status.st_size
 
 
-def load_values(path: Path, state: dict[str, Any]) -> None:
+def load_values(path: Path, state: StoredValues) -> None:
     """Fill `state`, in place, with the values that the checkpoint in this folder has under the same keys. Raises
     ValueError if a file is damaged."""
     try:
@@ -189,7 +190,7 @@ def unreadable_error(path: Path, error: BaseException) -> ValueError:
     )
 
 
-def write_checkpoint(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
+def write_checkpoint(state: StoredValues, path: Path, group: dist.ProcessGroup | None) -> None:
     """Write a whole checkpoint to this folder, from the state of each rank of the group (None: this process is alone).
     All ranks must call this. If one rank cannot write its part, all ranks raise an error."""
     rank = dist.get_rank(group) if group else 0
@@ -199,7 +200,7 @@ def write_checkpoint(state: dict[str, Any], path: Path, group: dist.ProcessGroup
     _run_on_all_ranks(lambda: b"" if rank else _write_whole_table(path, tables), path, group)
 
 
-def _write_own_file(state: dict[str, Any], path: Path, rank: int) -> bytes:
+def _write_own_file(state: StoredValues, path: Path, rank: int) -> bytes:
     """Write this rank's state to a file; return the table of contents of this file."""
     planner, writer = DefaultSavePlanner(), dcp.FileSystemWriter(path)
     planner.set_up_planner(state, is_coordinator=True)

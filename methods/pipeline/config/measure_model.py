@@ -8,12 +8,12 @@ import os
 import sys
 import traceback
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.base.json_object import JsonObject
 from harness.base.rank_agent import OneRound, Rendezvous
 from harness.core.cpu_cores import available_cores
 from harness.core.failures import LOST_RANK
@@ -23,7 +23,7 @@ from methods.pipeline.config.profiler import Profiler
 from methods.pipeline.cut_model import CutModel
 
 
-def measure_model(order: dict[str, Any]) -> str:
+def measure_model(order: JsonObject) -> str:
     """Measure the model as one rank; rank 0 writes the profile. Return the note of this rank's Seat. The environment
     variables of torchrun name the other ranks' address. `order`: the request of `./run.sh varuna profile`. Raises
     ValueError if the order's device is cuda, but a rank has no GPU of its own."""
@@ -58,7 +58,7 @@ def measure_model(order: dict[str, Any]) -> str:
     return profiler.note
 
 
-def measure_as_rank(order: dict[str, Any], environment: dict[str, str], report_fd: int) -> int:
+def measure_as_rank(order: JsonObject, environment: dict[str, str], report_fd: int) -> int:
     """Measure as one of several ranks; return the exit code 0. Write the note of the rank's Seat, or an error as
     one line, to the file descriptor `report_fd`. Raises that error."""
     os.environ |= environment

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from harness.base.child_process import ask
+from harness.base.json_object import JsonObject
 from harness.core.job import Job
 from harness.devices import machine
 from harness.devices.device_lock import turn
 
 
 def measure_profile(
-    job: Job, sizes: Sequence[int], folder: Path, report: Callable[[dict[str, Any]], None]
+    job: Job, sizes: Sequence[int], folder: Path, report: Callable[[JsonObject], None]
 ) -> str:
     """Measure the job's model, cut after every layer, and write the profile to `folder`. `job`: a job `profile` with
     the option `world_size`, on the device cpu, cuda or auto. `sizes`: samples of the micro-batches. `report`: gets an

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base import fork_server
+from harness.base.json_object import JsonObject
 from harness.base.rank_agent import RankAgent, write_all
 from methods.pipeline.launch.folder import WORKERS_LOCK
 
@@ -33,7 +34,7 @@ IMPORTED_MODULES = ("methods.pipeline.pipeline", "torch.distributed.checkpoint",
 
 
 class MachineAgent(RankAgent):
-    def __init__(self, output_fd: int, script_order: dict[str, Any]) -> None:
+    def __init__(self, output_fd: int, script_order: JsonObject) -> None:
         super().__init__(private=[output_fd])
         self.output_fd, self.script_order = output_fd, script_order
         self.round = 0
@@ -88,7 +89,7 @@ class MachineAgent(RankAgent):
         else:
             self.tell("store", address=host, port=port)
 
-    def start(self, round: int, ranks: list[dict[str, Any]]) -> None:
+    def start(self, round: int, ranks: list[JsonObject]) -> None:
         """Start this machine's ranks of a round. `ranks`: for each rank its number, arguments, environment, link and
         log file."""
         self.round = round
@@ -104,7 +105,7 @@ class MachineAgent(RankAgent):
         self.tell("ended")
 
 
-def run_script(script_order: dict[str, Any], rank_entry: dict[str, Any], reports_fd: int) -> int:
+def run_script(script_order: JsonObject, rank_entry: JsonObject, reports_fd: int) -> int:
     """Run the user's script in this process, as Python would run it; return its exit code. `script_order`: the
     launcher's order. `rank_entry`: this rank's entry in start(). `reports_fd`: file descriptor for reports."""
     log_fd = os.open(rank_entry["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.foreign_file import read_text
+from harness.base.json_object import JsonObject
 from harness.base.whole_file import write_whole
 from methods.pipeline.checkpoint.folders import STEP_PREFIX, complete_steps, step_of
 
@@ -28,7 +29,7 @@ NUMBER_KEYS = ("step", "round")
 NUM_KEPT_CHECKPOINTS = 2  # number of complete checkpoints that are kept
 
 
-def read_lines(path: Path, *needed_keys: str) -> list[dict[str, Any]]:
+def read_lines(path: Path, *needed_keys: str) -> list[JsonObject]:
     """Read lines of JSON; [] if there is no file. Each line must have the numbers named in `needed_keys`. A last line
     without an end is left out: a process was killed while it wrote the line. Raises ValueError, with the line's number,
     for a line that no launcher writes."""
@@ -40,7 +41,7 @@ def read_lines(path: Path, *needed_keys: str) -> list[dict[str, Any]]:
     ]
 
 
-def _parse_line(text: str, source: str, needed_keys: Sequence[str] = ()) -> dict[str, Any]:
+def _parse_line(text: str, source: str, needed_keys: Sequence[str] = ()) -> JsonObject:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
@@ -54,7 +55,7 @@ def _parse_line(text: str, source: str, needed_keys: Sequence[str] = ()) -> dict
     return values
 
 
-def step_line(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def step_line(reports: Mapping[int, Mapping[str, Any]]) -> JsonObject:
     """Return the record's line for a step. `reports`: the report of each rank, by the rank's number. The number of
     samples is the sum over the first stage's ranks, because only these ranks report samples."""
     first_stage_reports = [report for report in reports.values() if "data" in report]
@@ -72,7 +73,7 @@ class Folder:
     """The job's folder. One launcher at a time holds it, until the launcher's process ends. Raises ValueError if
     another launcher holds the folder, or if the folder contains another job."""
 
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, path: Path, identity: JsonObject) -> None:
         self.path = path
         for name in ("checkpoints", "logs"):
             (path / name).mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ class Folder:
         self.events.write(json.dumps({"time": time.time(), "event": event, **facts}) + "\n")
         self.events.flush()
 
-    def record_step(self, step: dict[str, Any]) -> None:
+    def record_step(self, step: JsonObject) -> None:
         self.steps.write(json.dumps(step) + "\n")
         self.steps.flush()
 

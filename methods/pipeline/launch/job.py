@@ -11,8 +11,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from harness.base.json_object import JsonObject
 from harness.base.rank_agent import LOOPBACK, Rendezvous
 from harness.core.identity import source_hash
 from methods.pipeline.config.auto_config import AutoConfig
@@ -98,7 +99,7 @@ class LaunchJob:
     checkpoint_every: int | None = 100
     stall_seconds: float = 1800.0
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         return {
             "script": self.script,
             "arguments": list(self.arguments),
@@ -125,7 +126,7 @@ class Round:
     running_ranks: set[int] = field(default_factory=set)
     exit_codes: dict[int, int] = field(default_factory=dict)
     error_texts: dict[int, str] = field(default_factory=dict)
-    step_reports: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)  # by step and rank
+    step_reports: dict[int, dict[int, JsonObject]] = field(default_factory=dict)  # by step and rank
     # by step: ranks whose script saved this step's state
     savers_by_step: dict[int, set[int]] = field(default_factory=dict)
     is_seated: bool = False  # True: the ranks run and can receive signals
@@ -144,7 +145,7 @@ def assign_seats(num_ranks: int, machines: Sequence[Remote], per_machine: int) -
 
 def make_rank_orders(
     job: LaunchJob, folder: Path, current_round: Round, address: str, port: int
-) -> dict[Remote, list[dict[str, Any]]]:
+) -> dict[Remote, list[JsonObject]]:
     """Return, for each machine of a round, the entries of its ranks in the order `start`. `folder`: the job's folder.
     `address`, `port`: where the ranks find one another, on the first machine."""
     spread = current_round.spread
@@ -158,7 +159,7 @@ def make_rank_orders(
     num_local = Counter(agent.line.host for agent, _ in current_round.seats)
     hosts = list(num_local)
     is_one_machine = hosts == [LOOPBACK]
-    ranks: dict[Remote, list[dict[str, Any]]] = {agent: [] for agent in current_round.machines}
+    ranks: dict[Remote, list[JsonObject]] = {agent: [] for agent in current_round.machines}
     for rank, (agent, local_rank) in enumerate(current_round.seats):
         arguments = [
             f"--rank={rank}",

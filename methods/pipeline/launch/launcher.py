@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.base import fork_server
 from harness.base.counted import counted
+from harness.base.json_object import JsonObject
 from harness.base.rank_agent import GRACE_SECONDS
 from harness.core.failures import LOST_RANK
 from methods.pipeline.launch.folder import Folder, step_line
@@ -45,7 +46,7 @@ CONSEQUENCE = re.compile(
 class Launcher:
     def __init__(self, job: LaunchJob, folder: Folder, say: Callable[[str], None]) -> None:
         self.job, self.folder, self.say = job, folder, say
-        self.reports: queue.SimpleQueue[tuple[Remote, dict[str, Any] | None]] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[tuple[Remote, JsonObject | None]] = queue.SimpleQueue()
         self.agents: list[Remote] = []
         self.listed_machines: list[MachineLine] = read_machine_list(job.machine_list)
         self.last_read_list: list[MachineLine] | None = None
@@ -271,7 +272,7 @@ class Launcher:
             while True:
                 self._hear(*self.reports.get_nowait())
 
-    def _hear(self, agent: Remote, event: dict[str, Any] | None) -> None:
+    def _hear(self, agent: Remote, event: JsonObject | None) -> None:
         current_round = self.round
         if agent.is_lost:
             return
@@ -296,7 +297,7 @@ class Launcher:
         elif current_round and event.get("round") == current_round.number:
             self._hear_of_round(current_round, agent, event)
 
-    def _hear_of_round(self, current_round: Round, agent: Remote, event: dict[str, Any]) -> None:
+    def _hear_of_round(self, current_round: Round, agent: Remote, event: JsonObject) -> None:
         kind = event["kind"]
         if kind == "store":
             self._start_ranks(current_round, event["address"], event["port"])

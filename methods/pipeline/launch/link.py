@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.base.json_object import JsonObject
+
 LINK_VARIABLE = "VARUNA_LINK"  # set by methods/pipeline/launch/agent.py
 ALIVE_SECONDS = 5.0  # seconds between two messages that show the launcher that a rank lives
 
@@ -88,7 +90,7 @@ class Link:
             return False
         return num_steps % max(1, self.checkpoint_every // 2) == 0
 
-    def tell_step(self, model: Any, inputs: Mapping[str, Any], facts: dict[str, Any]) -> None:
+    def tell_step(self, model: Any, inputs: Mapping[str, Any], facts: JsonObject) -> None:
         """Report a step after its passes and before its update. Ranks of the first stage also report the number and a
         hash of the samples in `inputs`."""
         if model.stage == 0:

@@ -28,6 +28,7 @@ import psutil
 
 from harness.base import fork_server
 from harness.base.child_process import child_environment
+from harness.base.json_object import JsonObject
 from harness.base.rank_agent import LOOPBACK
 from methods.pipeline.launch.agent import IMPORTED_MODULES
 
@@ -116,7 +117,7 @@ class Remote:
     says that the agent has ended."""
 
     def __init__(
-        self, line: MachineLine, order: dict[str, Any], log: Path, reports: queue.SimpleQueue[Any]
+        self, line: MachineLine, order: JsonObject, log: Path, reports: queue.SimpleQueue[Any]
     ) -> None:
         self.line, self.log = line, log
         self.is_ready, self.is_leaving, self.is_lost = False, False, False
@@ -146,7 +147,7 @@ class Remote:
         self.thread.start()
         self.send(order)
 
-    def send(self, order: dict[str, Any]) -> None:
+    def send(self, order: JsonObject) -> None:
         """Send an order. Does not raise if the agent has ended, because the reading thread reports the agent's end."""
         with contextlib.suppress(BrokenPipeError):
             self.orders.write(json.dumps(order) + "\n")

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.base.json_object import JsonObject
 from harness.core.job import Workload
 from harness.core.method import Unavailable
 from harness.core.rates import Rates
@@ -64,13 +65,13 @@ ADAM_SETTINGS = published_settings(1e-4)
 REPEATED_SECONDS = 1.0  # each timed call is repeated for about so many seconds
 
 
-def measure_machine(workload: Workload, device_name: str, folder: Path) -> dict[str, Any]:
+def measure_machine(workload: Workload, device_name: str, folder: Path) -> JsonObject:
     """Return all raw numbers by name: times in seconds, rates of copies in bytes a second, rates of updates in
     parameters a second. On a GPU also return the bytes of a process's context.
     """
     free_bytes = gpu_free_bytes() if device_name == "cuda" else None
     with Device(device_name) as device:
-        measured: dict[str, Any] = {
+        measured: JsonObject = {
             "compute": measure_compute(workload, device),
             "copies": measure_copies(device),
         }
@@ -84,7 +85,7 @@ def measure_machine(workload: Workload, device_name: str, folder: Path) -> dict[
     return measured if context_bytes is None else {**measured, "context_bytes": context_bytes}
 
 
-def rates_of(measured: dict[str, Any], workload: Workload, device: str) -> Rates:
+def rates_of(measured: JsonObject, workload: Workload, device: str) -> Rates:
     """Derive the rates from the numbers of measure_machine(). `workload`: the workload whose layer was timed."""
     layer, head_seconds = measured["compute"]["layer"], measured["compute"]["head_seconds"]
     update_rates, copy_rates = measured["updates"], measured["copies"]
@@ -131,7 +132,7 @@ def timed_workload(workload: Workload, device: str) -> Workload:
     return workload
 
 
-def measure_compute(workload: Workload, device: Device) -> dict[str, Any]:
+def measure_compute(workload: Workload, device: Device) -> JsonObject:
     """Return the seconds of a layer's forward pass, of its recompute with the backward pass, and of the head with its
     loss and gradients.
     """
@@ -195,7 +196,7 @@ def make_slabs(device: Device, num_bytes: int) -> list[torch.Tensor]:
     return [device.room(num_bytes // 4, torch.float32, host=host) for host in (True, True, False, False)]
 
 
-def measure_updates(workload: Workload, device_name: str) -> dict[str, Any]:
+def measure_updates(workload: Workload, device_name: str) -> JsonObject:
     """Return the rates of updates, in parameters a second. `alone`: by the host, for each number of threads. `ahead`:
     by the host, into the spare states. `under_copies`: by the host, while copies go both ways.
     `on_device`, `streamed`: by the device, a resident layer and a streamed layer.
