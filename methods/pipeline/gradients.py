@@ -56,10 +56,8 @@ class Groups:
         self.pairs = {}
         for pair in shared_weights:
             if pair.stage != pair.other_stage:
-                ranks, other_ranks = (
-                    rank_map.ranks_by_stage[pair.stage],
-                    rank_map.ranks_by_stage[pair.other_stage],
-                )
+                ranks = rank_map.ranks_by_stage[pair.stage]
+                other_ranks = rank_map.ranks_by_stage[pair.other_stage]
                 groups = [sorted(pair_of_ranks) for pair_of_ranks in zip(ranks, other_ranks, strict=True)]
                 self.pairs[pair] = self._make_own_group(groups)
 

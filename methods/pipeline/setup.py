@@ -103,17 +103,15 @@ def set_up_stage(
         model.to(dtype)
     results_by_size = _results_by_size(parts, cast_batch(sample, dtype), micro_batch_sizes)
     give_memory(model, starting_values)
-    parts_by_mode = {
-        is_training: cut_into_parts(model, trace_model(model.train(is_training), sample), active_cuts)[stage]
-        for is_training in (False, True)
-    }
+    parts_by_mode = {}
+    for is_training in (False, True):
+        graph = trace_model(model.train(is_training), sample)
+        parts_by_mode[is_training] = cut_into_parts(model, graph, active_cuts)[stage]
     move_modules([part.module for part in parts_by_mode.values()], device)
-    masters = Masters(
-        dict(parts_by_mode[True].module.named_parameters()),
-        {name: starting_value.to(device) for name, starting_value in starting_values.items()}
-        if dtype
-        else None,
-    )
+    unrounded_values = None
+    if dtype:
+        unrounded_values = {name: value.to(device) for name, value in starting_values.items()}
+    masters = Masters(dict(parts_by_mode[True].module.named_parameters()), unrounded_values)
     return StageSetup(
         stage=stage,
         num_stages=num_stages,

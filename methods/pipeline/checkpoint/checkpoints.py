@@ -177,13 +177,13 @@ class Checkpoints:
         entries = _read_entries(path)
         # If a shared weight was one parameter when the checkpoint was written, the checkpoint has it under only one of
         # its two names.
-        stored_names = {
-            name: name if f"weights.{name}" in entries else self.other_names.get(name, "")
-            for name in self.masters
-        }
-        if missing_names := [
+        stored_names = {}
+        for name in self.masters:
+            stored_names[name] = name if f"weights.{name}" in entries else self.other_names.get(name, "")
+        missing_names = [
             name for name, stored_name in stored_names.items() if f"weights.{stored_name}" not in entries
-        ]:
+        ]
+        if missing_names:
             raise ValueError(
                 f"{path}: expected this model's weights, got none of {', '.join(missing_names[:3])}"
             )
@@ -191,6 +191,22 @@ class Checkpoints:
         for name in stored_names.values():
             wanted_keys += [f"weights.{name}", f"options.{name}"]
             wanted_keys += [key for key in entries if key.startswith(f"optimizer.{name}.")]
+        self._check_entries(path, entries, stored_names)
+        values = _read_values(path, wanted_keys)
+        with _one_line_errors(path):
+            progress = checked(form, json.loads(values["progress"]))
+            options = {}
+            for name, master in self.masters.items():
+                options[name] = self._read_options(stored_names[name], master, values)
+        for name, master in self.masters.items():
+            with torch.no_grad():
+                master.copy_(values[f"weights.{stored_names[name]}"])
+            self._take_state(stored_names[name], master, values)
+            self._group_of(master).update(options[name])
+        return loaded_step, progress
+
+    def _check_entries(self, path: Path, entries: Mapping[str, Any], stored_names: Mapping[str, str]) -> None:
+        """Raise ValueError unless the checkpoint's weights and states have the shapes and dtypes of this stage's."""
         for name, master in self.masters.items():
             expected, got = _spec(master), _spec(entries[f"weights.{stored_names[name]}"])
             if expected != got:
@@ -198,19 +214,6 @@ class Checkpoints:
         with _one_line_errors(path):
             for name, master in self.masters.items():
                 self._check_state(stored_names[name], master, entries)
-        values = _read_values(path, wanted_keys)
-        with _one_line_errors(path):
-            progress = checked(form, json.loads(values["progress"]))
-            options = {
-                name: self._read_options(stored_names[name], master, values)
-                for name, master in self.masters.items()
-            }
-        for name, master in self.masters.items():
-            with torch.no_grad():
-                master.copy_(values[f"weights.{stored_names[name]}"])
-            self._take_state(stored_names[name], master, values)
-            self._group_of(master).update(options[name])
-        return loaded_step, progress
 
     def _state_of_weight(self, name: str) -> StoredValues:
         master = self.masters[name]

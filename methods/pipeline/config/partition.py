@@ -77,17 +77,17 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
     )
     for _ in range(64):
         middle_bound = (low_bound + high_bound) / 2
-        low_bound, high_bound = (
-            (low_bound, middle_bound)
-            if sum(counts(middle_bound)) >= workload.num_layers
-            else (middle_bound, high_bound)
-        )
+        if sum(counts(middle_bound)) >= workload.num_layers:
+            high_bound = middle_bound
+        else:
+            low_bound = middle_bound
     num_layers_of = counts(high_bound)
     for _ in range(sum(num_layers_of) - workload.num_layers):
         movable = [stage for stage in range(num_stages) if num_layers_of[stage] > least_layers[stage]]
-        num_layers_of[
-            max(movable, key=lambda stage: num_layers_of[stage] * flops[stage][0] + flops[stage][1])
-        ] -= 1
+        longest_stage = max(
+            movable, key=lambda stage: num_layers_of[stage] * flops[stage][0] + flops[stage][1]
+        )
+        num_layers_of[longest_stage] -= 1
     stages, first_layer = [], 0
     for stage, num_layers in enumerate(num_layers_of):
         stages.append(GptStage(first_layer, num_layers, stage == 0, stage == num_stages - 1))
@@ -99,11 +99,10 @@ def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
     """Return the FLOPs of the stage's passes F, R and B for one sample. On the last stage F includes the head's
     gradients, which are computed together with the loss."""
     one_sample = replace(workload, batch_size=1, micro_batches=1)
-    layer, repeated_flops = (
-        one_sample.layer_flops * stage.num_layers,
-        one_sample.repeated_flops * stage.num_layers,
-    )
-    return {"F": layer + _head_flops(workload, stage), "R": layer + repeated_flops, "B": 2 * layer}
+    layer_flops = one_sample.layer_flops * stage.num_layers
+    repeated_flops = one_sample.repeated_flops * stage.num_layers
+    forward_flops = layer_flops + _head_flops(workload, stage)
+    return {"F": forward_flops, "R": layer_flops + repeated_flops, "B": 2 * layer_flops}
 
 
 def _head_flops(workload: Workload, stage: GptStage) -> float:
@@ -174,14 +173,13 @@ def _moments_of_recompute(
     """Return the bytes of activations at moments of a step of Varuna. A stage keeps its inputs for all micro-batches,
     and all that the backward pass of a single micro-batch needs. `micro_batch`: the workload of one micro-batch.
     `is_alone`: True: the pipeline has no other stage."""
-    boundary_bytes, per_layer, embedding_bytes = (
-        micro_batch.boundary_bytes,
-        saved_boundaries(micro_batch),
-        _embedding_bytes(micro_batch),
-    )
-    saved_bytes = math.ceil(per_layer * stage.num_layers) * boundary_bytes
+    boundary_bytes, embedding_bytes = micro_batch.boundary_bytes, _embedding_bytes(micro_batch)
+    boundaries_per_layer = saved_boundaries(micro_batch)
+    saved_bytes = math.ceil(boundaries_per_layer * stage.num_layers) * boundary_bytes
     input_bytes = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary_bytes
-    layer_bytes = micro_batch.layer_bytes - math.floor(per_layer) * boundary_bytes if stage.num_layers else 0
+    layer_bytes = (
+        micro_batch.layer_bytes - math.floor(boundaries_per_layer) * boundary_bytes if stage.num_layers else 0
+    )
     head_bytes = micro_batch.head_bytes if stage.is_last else 0
     # A tied head's gradient is kept until the gradient of the embedding's look-up is added to it.
     tied_bytes = embedding_bytes if is_alone and micro_batch.anatomy.is_tied else 0

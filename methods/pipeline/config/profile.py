@@ -175,13 +175,12 @@ class Profile:
 
 
 def _pass_seconds(costs: Sequence[SectionCost], *, is_last: bool) -> dict[str, float]:
-    forward, recompute, backward = (
-        sum(getattr(cost, f"{name}_seconds") for cost in costs)
-        for name in ("forward", "recompute", "backward")
-    )
+    forward_seconds = sum(cost.forward_seconds for cost in costs)
+    recompute_seconds = sum(cost.recompute_seconds for cost in costs)
+    backward_seconds = sum(cost.backward_seconds for cost in costs)
     if is_last:  # its forward pass keeps all that the backward pass needs, so it costs as much as a recompute
-        return {"F": recompute, "R": 0.0, "B": backward}
-    return {"F": forward, "R": recompute, "B": backward}
+        return {"F": recompute_seconds, "R": 0.0, "B": backward_seconds}
+    return {"F": forward_seconds, "R": recompute_seconds, "B": backward_seconds}
 
 
 def _graph_bytes(costs: Sequence[SectionCost]) -> int:
@@ -254,16 +253,12 @@ class GptCosts:
         shape = PipelineShape(len(stages), num_replicas, size, self.schedule)
         for stage_number, stage in enumerate(stages):
             needed_bytes = stage_bytes(batch_workload, stage, stage_number, shape)
-            num_params, update_seconds, passes = (
-                stage.num_params(self.workload),
-                0.0,
-                dict.fromkeys(SLOTS, 0.0),
-            )
+            num_params = stage.num_params(self.workload)
+            passes, update_seconds = dict.fromkeys(SLOTS, 0.0), 0.0
             if self.rates:
                 passes = passes_of(self.workload, stage, size, self.rates, self.num_sharing)
-                update_seconds = self.num_sharing * device_update_seconds(
-                    num_params, self.workload, self.rates
-                )
+                update_seconds = device_update_seconds(num_params, self.workload, self.rates)
+                update_seconds *= self.num_sharing
             if stage.is_last and self.schedule == "varuna":
                 # the last stage does not recompute: its forward pass keeps what backward needs
                 passes["R"] = 0.0

@@ -384,10 +384,8 @@ class Profiler:
         """
         host_names, timings = self._gather(socket.gethostname()), []
         section_number = self.rank % len(self.sections)
-        module, values = (
-            self._enter(section_number),
-            self._make_values(section_number, *next(iter(batches.items()))),
-        )
+        module = self._enter(section_number)
+        values = self._make_values(section_number, *next(iter(batches.items())))
         with ThreadPoolExecutor(1) as pool:
             for message_bytes in message_sizes:
                 for parity in (0, 1):

@@ -135,14 +135,9 @@ def run_script(script_order: JsonObject, rank_entry: JsonObject, reports_fd: int
         error = "".join(traceback.format_exception(type(raised_error), raised_error, shown_traceback))
         print(error, file=sys.stderr)
     if exit_code:
-        link = rank_entry["link"]
-        line = {
-            "kind": "error",
-            "rank": link["rank"],
-            "round": link["round"],
-            "text": error[-ERROR_BYTES // 2 :],
-        }
-        os.write(reports_fd, (json.dumps(line) + "\n").encode())
+        link, text = rank_entry["link"], error[-ERROR_BYTES // 2 :]
+        report = {"kind": "error", "rank": link["rank"], "round": link["round"], "text": text}
+        os.write(reports_fd, (json.dumps(report) + "\n").encode())
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
     return exit_code

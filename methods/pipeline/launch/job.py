@@ -159,21 +159,19 @@ def make_rank_orders(
     num_local = Counter(agent.line.host for agent, _ in current_round.seats)
     hosts = list(num_local)
     is_one_machine = hosts == [LOOPBACK]
+    run_id = str(current_round.number)
+    shared_arguments = [
+        f"--stage_to_rank_map={spread.stage_to_rank_map}",
+        f"--chunk_size={spread.chunk_size}",
+        f"--batch-size={replica_samples}",
+    ]
+    if current_round.resume_step:
+        shared_arguments.append(f"--resume_step={current_round.resume_step}")
     ranks: dict[Remote, list[JsonObject]] = {agent: [] for agent in current_round.machines}
     for rank, (agent, local_rank) in enumerate(current_round.seats):
-        arguments = [
-            f"--rank={rank}",
-            f"--local_rank={local_rank}",
-            f"--stage_to_rank_map={spread.stage_to_rank_map}",
-            f"--chunk_size={spread.chunk_size}",
-            f"--batch-size={replica_samples}",
-        ]
-        if current_round.resume_step:
-            arguments.append(f"--resume_step={current_round.resume_step}")
+        arguments = [f"--rank={rank}", f"--local_rank={local_rank}", *shared_arguments]
         host = agent.line.host
-        rendezvous = Rendezvous(
-            address, port, hosts.index(host), is_one_machine, run_id=str(current_round.number)
-        )
+        rendezvous = Rendezvous(address, port, hosts.index(host), is_one_machine, run_id=run_id)
         ranks[agent].append(
             {
                 "rank": rank,

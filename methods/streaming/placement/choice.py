@@ -269,10 +269,8 @@ def one_layer_plan(
     rank_workload = rank_part(workload, num_ranks)
 
     def plan_at(ends: str | None, activations: str | None) -> Plan:
-        hosted_ends, boundaries_home = (
-            ends_on_host(rank_workload, ends, num_ranks),
-            home_of_boundaries(activations),
-        )
+        hosted_ends = ends_on_host(rank_workload, ends, num_ranks)
+        boundaries_home = home_of_boundaries(activations)
         kinds = "W" * rank_workload.num_layers
         layers = PlacedLayers(
             rank_workload, kinds, 1, num_ranks=num_ranks, activations=boundaries_home, hosted_ends=hosted_ends

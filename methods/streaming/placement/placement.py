@@ -344,10 +344,8 @@ class PlacedLayers:
         return Activations(boundary_bytes, small_bytes, max(bytes_at_head, bytes_at_layer) + small_bytes)
 
     def _device_bytes(self) -> dict[str, int]:
-        weight_bytes, num_params_on_device = (
-            self.workload.weight_bytes,
-            self.ends_on_device + self.params_of_kind["R"],
-        )
+        weight_bytes = self.workload.weight_bytes
+        num_params_on_device = self.ends_on_device + self.params_of_kind["R"]
         device_bytes = {
             kind: per_param * num_params_on_device for kind, per_param in self.bytes_at_home.items()
         }

@@ -66,7 +66,7 @@ def test_a_link_takes_so_many_messages_at_once() -> None:
 def test_messages_between_machines_are_long() -> None:
     """Four stages, two on a machine: only the middle cut's message takes long."""
     network = Network(1.0, long_send_seconds=7.0, stages_per_machine=2)
-    assert network.sends(4) == [1.0, 7.0, 1.0]
+    assert network.message_seconds(4) == [1.0, 7.0, 1.0]
     run = simulate_step("gpipe", [SLOTS] * 4, 1, network)
     assert run.step_seconds == 4 * 1 + 9 + 4 * 3 + 9
 
