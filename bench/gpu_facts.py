@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness.base.whole_file import write_whole
 from harness.core.job import GIB
-from harness.devices import budgets, machine, process_memory, tf32
+from harness.devices import budgets, machine, process_memory
 from harness.devices.streams import Device
 from methods.streaming.placement.calibrate import median_seconds
 
@@ -59,7 +59,7 @@ def products(device: str) -> dict[str, Any]:
     exact = a.double() @ b.double()
     return {
         "relative_error": f"{float((a @ b - exact).norm() / exact.norm()):.1e}",
-        "tf32_by": tf32.tf32_settings(),
+        "tf32_by": machine.tf32_settings(),
     }
 
 

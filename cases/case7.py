@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import _case7_figure, _morphs
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import Budget, Job, Workload
 from harness.core.rates import Rates
 from harness.core.record import Record

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.base.child_process import ask
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core import method
 from harness.core.record import Record, records_of
 from harness.jobs.sweep import Sweep

@@ -16,7 +16,7 @@ from cli import options
 from cli.exit_codes import UNAVAILABLE
 from cli.options import check_writable
 from harness.base.child_process import ask
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core import method, native_build
 from harness.core.job import Job, Workload, gib
 from harness.devices import machine, sim

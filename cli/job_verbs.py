@@ -20,7 +20,7 @@ from cli.place_choice import place_options
 from harness.base.console import print_table
 from harness.base.whole_file import check_new, check_replaceable
 from harness.core.job import Budget, Job, Room
-from harness.core.several_models import workloads_of
+from harness.core.method import workloads_of
 from harness.devices import named_machines
 from harness.devices.room import check_budget, host_bytes_at, less_imports, room_within
 from harness.gate.probe import Extent

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from harness.core.anatomy import NEEDS
+from harness.core.anatomy import TRANSFORMERS_MISSING
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Trained, Training, Unavailable
 from harness.plan.resources import OPTIMIZER_BYTES
@@ -100,7 +100,7 @@ class HfTrainer(ReleasedMethod):
 
     def missing(self, device: str) -> str | None:
         if not find_spec("transformers"):
-            return NEEDS
+            return TRANSFORMERS_MISSING
         if not find_spec("accelerate"):
             return NEEDS_ACCELERATE
         if self.config is not None and not find_spec("deepspeed"):

@@ -22,9 +22,8 @@ from itertools import tee
 from typing import TYPE_CHECKING, Any
 
 from harness.core.job import Plan, Room, Workload
-from harness.core.method import Method, Step, Trained, Training, largest_depth
+from harness.core.method import Method, Step, Trained, Training, largest_depth, several
 from harness.core.option import opt
-from harness.core.several_models import several
 from harness.devices import cuda_budget
 from harness.plan.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import (
     BETAS,
     EPSILON,

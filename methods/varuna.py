@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.identity import source_hash
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training

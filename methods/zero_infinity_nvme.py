@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.base.marked_folder import is_marked, mark
+from harness.base.scratch import is_marked, mark
 from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
 from harness.core.option import with_option

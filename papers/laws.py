@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import GIB, Workload
 from harness.core.method import largest_depth
 from harness.core.rates import Rates

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT, install_extra
+from harness.base.foreign_file import NO_OTHER_FIELDS
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.option import opt

@@ -23,9 +23,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import PositiveInt
 
-from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT
-from harness.base.counted import counted
+from harness.base.console import counted
+from harness.base.foreign_file import NO_OTHER_FIELDS
 from harness.core import failures
 from harness.core.job import Job
 from harness.core.method import Unavailable

@@ -26,7 +26,7 @@ from harness.core import method
 from harness.core.job import Job
 from harness.core.method import source_hash
 from harness.core.record import new_stem
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import Unavailable
 from harness.devices import machine, sim
 from harness.gate import probe
 from methods.offload import adamw_kernel

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.base.console import print_table
-from harness.base.counted import counted
+from harness.base.console import counted, print_table
 from harness.core import method
 from harness.core.job import MEMORIES, Job, Room, gib, params_text
 from harness.devices import named_machines

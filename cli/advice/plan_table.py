@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.child_process import ask
-from harness.base.console import print_table
-from harness.base.counted import counted
+from harness.base.console import counted, print_table
 from harness.core import method
 from harness.core.job import MEMORIES, STATE_KINDS, Job, Room, gib
 from harness.devices import machine

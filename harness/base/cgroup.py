@@ -15,11 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = {1: "memory.limit_in_bytes", 2: "memory.max"}
+LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
 # v1 limits memory plus swap, v2 swap alone
-WITH_SWAP = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}
-ANONYMOUS = {1: "total_rss", 2: "anon"}  # names in memory.stat
-KILLS = {1: "memory.oom_control", 2: "memory.events"}
+SWAP_LIMIT_FILES = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}
+ANONYMOUS_FIELDS = {1: "total_rss", 2: "anon"}  # names in memory.stat
+KILL_FILES = {1: "memory.oom_control", 2: "memory.events"}
 REMOVAL_SECONDS = 5.0
 _serial = itertools.count()
 
@@ -38,28 +38,28 @@ class Group:
 
     def limit_bytes(self) -> int | None:
         """Return the lowest limit in bytes of this group and all groups above; None if no group has a limit."""
-        limits = [_read(folder / LIMIT[self.version]).strip() for folder in self.lineage()]
+        limits = [_read_text(folder / LIMIT_FILES[self.version]).strip() for folder in self.lineage()]
         return min((int(limit) for limit in limits if limit.isdigit()), default=None)  # "max" means no limit
 
     def anonymous_bytes(self) -> int | None:
         """Return the bytes of anonymous memory of the group and all groups below it, in which pages that processes
         share count once; None if the kernel does not tell them."""
-        counts = dict(line.split() for line in _read(self.folder / "memory.stat").splitlines())
-        count = counts.get(ANONYMOUS[self.version])
-        return int(count) if count else None
+        bytes_by_field = dict(line.split() for line in _read_text(self.folder / "memory.stat").splitlines())
+        field_text = bytes_by_field.get(ANONYMOUS_FIELDS[self.version])
+        return int(field_text) if field_text else None
 
     def oom_kills(self) -> int:
-        return oom_kills(self.folder / KILLS[self.version])
+        return oom_kills(self.folder / KILL_FILES[self.version])
 
     def enter(self, pid: int) -> None:
         (self.folder / "cgroup.procs").write_text(str(pid))
 
-    def lift(self) -> None:
+    def lift_limit(self) -> None:
         """Remove the group's limit, so that the group's processes may take more memory."""
         with contextlib.suppress(OSError):
             if self.version == 1:
-                (self.folder / WITH_SWAP[1]).write_text("-1")
-            (self.folder / LIMIT[self.version]).write_text("-1" if self.version == 1 else "max")
+                (self.folder / SWAP_LIMIT_FILES[1]).write_text("-1")
+            (self.folder / LIMIT_FILES[self.version]).write_text("-1" if self.version == 1 else "max")
 
     def remove(self) -> None:
         """Kill the processes that are still in the group, and remove the group."""
@@ -74,15 +74,15 @@ class Group:
             time.sleep(0.01)
 
 
-def current(process: Path = Path("/proc/self"), controller: str = "memory") -> Group | None:
+def current_group(process: Path = Path("/proc/self"), controller: str = "memory") -> Group | None:
     """Return a process's group of the controller; None if the process has none. `process`: the process's folder in
     /proc, whose files `cgroup` and `mountinfo` tell the group. `controller`: memory or cpu."""
-    groups = [line.split(":", 2) for line in _read(process / "cgroup").splitlines()]
-    mounts = [line.split() for line in _read(process / "mountinfo").splitlines()]
+    groups = [line.split(":", 2) for line in _read_text(process / "cgroup").splitlines()]
+    mounts = [line.split() for line in _read_text(process / "mountinfo").splitlines()]
     # If a machine has both versions, an entry of v1 names the controllers that v1 has.
-    memberships = [(1, path) for _, controllers, path in groups if controller in controllers.split(",")]
-    memberships = memberships or [(2, path) for number, _, path in groups if number == "0"]
-    for version, path in memberships:
+    paths_by_version = [(1, path) for _, controllers, path in groups if controller in controllers.split(",")]
+    paths_by_version = paths_by_version or [(2, path) for number, _, path in groups if number == "0"]
+    for version, path in paths_by_version:
         for mount in mounts:
             kind, _, options = mount[mount.index("-") + 1 :][:3]
             is_v2 = (kind, version) == ("cgroup2", 2)
@@ -98,14 +98,14 @@ def current(process: Path = Path("/proc/self"), controller: str = "memory") -> G
 def cpu_quota(process: Path = Path("/proc/self")) -> float | None:
     """Return how many cores' time the process may take: the lowest quota of its group and all groups above; None if no
     group has a quota."""
-    group = current(process, "cpu")
+    group = current_group(process, "cpu")
     if group is None:
         return None
     # microseconds of CPU time in each period, and the period's microseconds; "max" (v2) and -1 (v1) mean no quota
     files = ("cpu.max",) if group.version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     quotas = []
     for folder in group.lineage():
-        numbers = " ".join(_read(folder / file) for file in files).split()
+        numbers = " ".join(_read_text(folder / file) for file in files).split()
         if numbers and numbers[0].isdigit():
             quotas.append(int(numbers[0]) / int(numbers[1]))
     return min(quotas, default=None)
@@ -114,19 +114,19 @@ def cpu_quota(process: Path = Path("/proc/self")) -> float | None:
 def make_group(limit_bytes: int) -> Group | None:
     """Return a new group with this limit, in which no process can swap beyond the limit; None if the system does not
     allow a group. First, groups that dead processes of the harness left are removed."""
-    group = current()
+    group = current_group()
     if group is None:
         return None
     for parent in group.lineage():
-        if group.version == 2 and "memory" not in _read(parent / "cgroup.subtree_control").split():
+        if group.version == 2 and "memory" not in _read_text(parent / "cgroup.subtree_control").split():
             continue  # in cgroups v2, groups below this one could have no limits
         _remove_groups_of_the_dead(parent)
         group = Group(parent / f"harness-{os.getpid()}-{next(_serial)}", group.top, group.version)
         try:
             group.folder.mkdir()
-            (group.folder / LIMIT[group.version]).write_text(str(limit_bytes))
+            (group.folder / LIMIT_FILES[group.version]).write_text(str(limit_bytes))
             with contextlib.suppress(OSError):  # some kernels do not count swap
-                (group.folder / WITH_SWAP[group.version]).write_text(
+                (group.folder / SWAP_LIMIT_FILES[group.version]).write_text(
                     str(limit_bytes if group.version == 1 else 0)
                 )
             return group
@@ -137,14 +137,14 @@ def make_group(limit_bytes: int) -> Group | None:
     return None
 
 
-def oom_kills(counts: Path = Path("/proc/vmstat")) -> int:
+def oom_kills(count_file: Path = Path("/proc/vmstat")) -> int:
     """Return the number of processes that the kernel killed for lack of memory; 0 if the kernel does not count.
-    `counts`: the file with the count; by default the count is the whole machine's."""
-    lines = _read(counts).splitlines()
+    `count_file`: the file with the count; by default the count is the whole machine's."""
+    lines = _read_text(count_file).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     """Return the text of a file of the kernel; empty if the file cannot be read."""
     with contextlib.suppress(OSError):
         return file.read_text()

@@ -23,7 +23,7 @@ from harness.base.checkout import ROOT
 
 # Makes torch use huge pages for large CPU tensors. With huge pages a run was 1.16 times as fast on a 2-core EPYC
 # (results/LOG.md).
-ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
+HUGE_PAGES_ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
 # Makes CUDA number GPUs by their bus, as NVML does. By default CUDA numbers GPUs from the fastest to the slowest.
 GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -31,11 +31,11 @@ GPU_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 def child_environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # With PYTHONSAFEPATH, Python imports no modules from the working folder, which may hold a foreign torch.py.
-    return {**ENVIRONMENT, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return {**HUGE_PAGES_ENVIRONMENT, **os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
-def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
-    """Start a thread that calls `then` when the process at the other end of this pipe or socket has ended.
+def when_closed(descriptor: int, on_close: Callable[[], Any]) -> None:
+    """Start a thread that calls `on_close` when the process at the other end of this pipe or socket has ended.
 
     The thread reads the descriptor, not sys.stdin. A thread that reads sys.stdin holds the lock of sys.stdin, and a
     forked child that closes sys.stdin would wait for this lock forever.
@@ -46,7 +46,7 @@ def when_closed(descriptor: int, then: Callable[[], Any]) -> None:
             # the other process ended before it read all that this process sent
             while os.read(descriptor, 4096):
                 pass
-        then()
+        on_close()
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -55,21 +55,22 @@ def interrupt_here() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def limit_memory(num_bytes: int) -> None:
-    """Let this process map at most `num_bytes` of private memory; a larger allocation raises MemoryError or, in torch,
-    RuntimeError."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
+def limit_memory(limit_bytes: int) -> None:
+    """Let this process map at most `limit_bytes` of private memory; a larger allocation raises MemoryError or, in
+    torch, RuntimeError."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    soft_limit = limit_bytes if hard_limit == resource.RLIM_INFINITY else min(limit_bytes, hard_limit)
     with contextlib.suppress(ValueError, OSError):  # a system without this limit
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+        resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
 
 
 def ask(module: str, arguments: Any) -> Any:
     """Run the module with these arguments and return its answer. Raises ValueError if the module fails (the error's
     text has the last line that the module wrote to standard error) or prints no answer."""
-    code, output, errors = _run(module, arguments, subprocess.PIPE, subprocess.PIPE)
-    if code:
-        raise ValueError(f"{module} failed: {(errors.strip().splitlines() or ['no error output'])[-1]}")
+    exit_code, output, errors = _run_module(module, arguments, subprocess.PIPE, subprocess.PIPE)
+    if exit_code:
+        error_lines = errors.strip().splitlines() or ["no error output"]
+        raise ValueError(f"{module} failed: {error_lines[-1]}")
     try:
         return json.loads(output.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError) as error:
@@ -82,10 +83,12 @@ def ask(module: str, arguments: Any) -> Any:
 def run_logged(module: str, arguments: Any, log: Path) -> None:
     """Run the module to its end, and write all that it prints to the file `log`. A failure raises no error."""
     with open(log, "w") as file:
-        _run(module, arguments, file, file)
+        _run_module(module, arguments, file, file)
 
 
-def _run(module: str, arguments: Any, output: int | IO[str], errors: int | IO[str]) -> tuple[int, str, str]:
+def _run_module(
+    module: str, arguments: Any, output: int | IO[str], errors: int | IO[str]
+) -> tuple[int, str, str]:
     """Run the module in a session of its own; return its exit code and the texts of its two output streams (a text is
     empty if the stream is no pipe). At the end kill the session, so no compiler outlives an interrupted call."""
     process = subprocess.Popen(

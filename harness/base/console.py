@@ -1,4 +1,4 @@
-"""Writes to the console: prints tables, and escapes characters that would control the terminal."""
+"""Writes text for people: prints tables, escapes characters that would control the terminal, and words counts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-WIDTH = 200  # width of a table in characters if output goes to a file or a pipe; longer cells are folded
+# width of a table in characters if output goes to a file or a pipe; longer cells are folded
+TABLE_CHARACTERS = 200
 # Pattern of characters that must not reach a terminal or a page. Control characters (except tab and line end) and marks
 # that change the direction of writing control the terminal; line separators break a line in two. Surrogates stand for
 # bytes of a file name that are not UTF-8, and no stream can write surrogates.
-COMMANDS = re.compile(
+CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def readable(text: str) -> str:
-    """Return the text with each character of COMMANDS replaced by its escape, as Python writes it."""
-    return COMMANDS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    """Return the text with each character of CONTROL_CHARACTERS replaced by its escape, as Python writes it."""
+    return CONTROL_CHARACTERS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _Readable:
@@ -40,9 +41,11 @@ class _Readable:
 def readable_output() -> Iterator[None]:
     """Within this context, pass all text for standard output and standard error through readable(). The text may come
     from logs, records and file names, which may hold any character."""
-    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # so no other file gets a closed stream's number
+    while (
+        descriptor := os.open(os.devnull, os.O_RDWR)
+    ) <= 2:  # so no other file gets a closed stream's number
         pass
-    os.close(handle)
+    os.close(descriptor)
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Readable(stream or open(os.devnull, "w")) for stream in streams)  # noqa: SIM115
     try:
@@ -73,7 +76,7 @@ def print_table(
     has_lines: bool = False,
 ) -> None:
     """Print a table of rows under the names of its columns. The table is as wide as the terminal; without a terminal it
-    is WIDTH characters wide.
+    is TABLE_CHARACTERS characters wide.
 
     `numbers`: names of the columns that are aligned to the right. `widths`: the most characters of a line in a column,
     by the column's name. `has_lines`: True draws lines between the rows, and also folds cells of the first column that
@@ -101,4 +104,11 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(readable(str(cell)) for cell in row))
-    Console(file=terminal(), width=None if sys.stdout.isatty() else WIDTH, markup=False).print(table)
+    Console(file=terminal(), width=None if sys.stdout.isatty() else TABLE_CHARACTERS, markup=False).print(
+        table
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a text such as `1 step` or `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -19,19 +19,19 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-VARIABLE = "HARNESS_EXECUTED_CODE"  # the environment variable that names the file of notes
+NOTES_VARIABLE = "HARNESS_EXECUTED_CODE"  # the environment variable that names the file of notes
 # Pattern of the folders into which packages are installed. Another folder of that name is a folder like any other.
-SITE = re.compile(r".*/lib(?:32|64)?/python3(?:\.\d+t?)?/(?:site|dist)-packages(?=/)")
-STANDARD = tuple(
+SITE_PACKAGES = re.compile(r".*/lib(?:32|64)?/python3(?:\.\d+t?)?/(?:site|dist)-packages(?=/)")
+STANDARD_FOLDERS = tuple(
     {
         f"{folder}{os.sep}"
         for name in ("stdlib", "platstdlib")
         for folder in (sysconfig.get_path(name), os.path.realpath(sysconfig.get_path(name)))
     }
 )
-HARNESS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+HARNESS_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # Modules of the standard library that execute texts which they make from a class or an annotation.
-MAKE_TEXTS = (
+TEXT_MAKING_MODULES = (
     "dataclasses.py",
     "collections/__init__.py",
     "typing.py",
@@ -39,12 +39,12 @@ MAKE_TEXTS = (
     "enum.py",
     "annotationlib.py",
 )
-# The audit events of starting a program, each with the index, among the event's arguments, of the argument that holds
-# the program and its words.
-STARTS = {"subprocess.Popen": 1, "os.exec": 1, "os.posix_spawn": 1, "os.system": 0, "pty.spawn": 0}
+# The audit events of starting a program. The number is the index, among the event's arguments, of the argument with
+# the program and its arguments.
+START_EVENTS = {"subprocess.Popen": 1, "os.exec": 1, "os.posix_spawn": 1, "os.system": 0, "pty.spawn": 0}
 # Modules by which a process starts another Python without an event.
-SPAWNS = ("multiprocessing/popen_spawn_posix.py", "multiprocessing/popen_forkserver.py")
-MOST_TEXT = 120  # characters of a program's words in a note
+SPAWNING_MODULES = ("multiprocessing/popen_spawn_posix.py", "multiprocessing/popen_forkserver.py")
+MOST_PROGRAM_CHARACTERS = 120  # characters of a program's call in a note
 
 
 class Executed(NamedTuple):
@@ -57,23 +57,23 @@ class Executed(NamedTuple):
 
 def site_folder(file: str) -> str:
     """Return the folder of installed packages in which a file lies; empty if it lies in none."""
-    match = SITE.match(file)
+    match = SITE_PACKAGES.match(file)
     return match.group() if match else ""
 
 
 def is_standard(file: str) -> bool:
     """True if the file belongs to Python's standard library."""
-    return file.startswith("<frozen ") or (file.startswith(STANDARD) and not site_folder(file))
+    return file.startswith("<frozen ") or (file.startswith(STANDARD_FOLDERS) and not site_folder(file))
 
 
 def watch() -> None:
     """From now on, note what this process and its forks execute, if the environment names a file of notes."""
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(NOTES_VARIABLE)
     if path and _watching.get("path") != path:
         if not _watching:
-            sys.addaudithook(_hear)
+            sys.addaudithook(_note_event)
         _watching["path"] = path
-        _noted.clear()
+        _noted_texts.clear()
 
 
 def read_notes(path: Path) -> list[Executed]:
@@ -86,37 +86,37 @@ def read_notes(path: Path) -> list[Executed]:
 
 
 _watching: dict[str, str] = {}  # `path`: the file of notes
-_noted: set[str] = set()  # texts of this process's notes
+_noted_texts: set[str] = set()  # texts of this process's notes
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+def _note_event(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "exec":
         _note_code(arguments[0], sys._getframe().f_back)
     elif event == "import":
         if arguments[1]:  # a compiled module
             _note_file(arguments[1], sys._getframe().f_back)
-    elif event in STARTS:
-        _note_program(arguments[STARTS[event]], sys._getframe().f_back)
+    elif event in START_EVENTS:
+        _note_program(arguments[START_EVENTS[event]], sys._getframe().f_back)
 
 
 def _note_code(code: CodeType, frame: FrameType | None) -> None:
     caller = frame.f_code.co_filename if frame else "<frozen runpy>"
-    values = frame.f_locals if frame else {}
+    caller_locals = frame.f_locals if frame else {}
     if caller.startswith("<frozen importlib"):
-        _note_file(_origin(values) or code.co_filename, frame)
+        _note_file(_origin(caller_locals) or code.co_filename, frame)
     elif caller == "<frozen runpy>" or caller.endswith("/runpy.py"):
-        _note_file(str(values.get("fname") or code.co_filename), frame)
-    elif not (is_standard(caller) and caller.endswith(MAKE_TEXTS)) and not _is_versioned(
-        place := _place(frame)
-    ):
-        _note(f"a text in {place}")
+        _note_file(str(caller_locals.get("fname") or code.co_filename), frame)
+    elif not (is_standard(caller) and caller.endswith(TEXT_MAKING_MODULES)):
+        line_of_code = _acting_line(frame)
+        if not _is_versioned(line_of_code):
+            _note(f"a text in {line_of_code}")
 
 
-def _origin(values: Mapping[str, Any]) -> str | None:
+def _origin(caller_locals: Mapping[str, Any]) -> str | None:
     """Return the file from which importlib executes a module. The code names another file if the module is a compiled
     file without a source. `values`: the local variables of importlib's function."""
     with contextlib.suppress(AttributeError, LookupError, TypeError):
-        origin = values["args"][1]["__spec__"].origin
+        origin = caller_locals["args"][1]["__spec__"].origin
         return "<frozen module>" if origin == "frozen" else origin
     return None
 
@@ -128,13 +128,13 @@ def _note_file(file: str, frame: FrameType | None) -> None:
     path = file if is_standard(file) else os.path.realpath(file)
     is_library = path.endswith(".so")
     if is_standard(path):
-        if path.endswith(SPAWNS) and not _is_versioned(place := _place(frame)):
-            _note(f"another Python, started in {place}")
+        if path.endswith(SPAWNING_MODULES) and not _is_versioned(line_of_code := _acting_line(frame)):
+            _note(f"another Python, started in {line_of_code}")
         return
     while not os.path.lexists(path) and os.path.dirname(path) != path:  # a path within an archive
         path = os.path.dirname(path)
     is_generated = is_library or path.startswith(os.path.dirname(_watching["path"]) + os.sep)
-    if is_generated and not site_folder(path) and _is_versioned(_place(frame)):
+    if is_generated and not site_folder(path) and _is_versioned(_acting_line(frame)):
         return
     if os.path.isfile(path):
         _note(path, os.stat(path).st_mtime_ns)
@@ -144,41 +144,41 @@ def _note_file(file: str, frame: FrameType | None) -> None:
 
 def _note_program(program: Any, frame: FrameType | None) -> None:
     """Note that a program was started, unless code of a known version starts it, or it is a module of the harness."""
-    parts = [program] if isinstance(program, str | bytes | os.PathLike) else list(program)
-    texts = [os.fsdecode(part) for part in parts]
-    module = texts[texts.index("-m") + 1 :][:1] if "-m" in texts else []
-    if module and module[0].startswith("harness."):  # forks of the fork server note by themselves
+    arguments = [program] if isinstance(program, str | bytes | os.PathLike) else list(program)
+    texts = [os.fsdecode(argument) for argument in arguments]
+    module_names = texts[texts.index("-m") + 1 :][:1] if "-m" in texts else []
+    if module_names and module_names[0].startswith("harness."):  # forks of the fork server note by themselves
         return
-    place = _place(frame, skips_harness=bool(module))
-    if not _is_versioned(place):
-        _note(f"the program {' '.join(texts)[:MOST_TEXT]}, started in {place}")
+    line_of_code = _acting_line(frame, skips_harness=bool(module_names))
+    if not _is_versioned(line_of_code):
+        _note(f"the program {' '.join(texts)[:MOST_PROGRAM_CHARACTERS]}, started in {line_of_code}")
 
 
-def _place(frame: FrameType | None, skips_harness: bool = False) -> str:
+def _acting_line(frame: FrameType | None, skips_harness: bool = False) -> str:
     """Return the file and line of the innermost code that acts on its own behalf: not the standard library's, nor
     torch.multiprocessing's, which only pass calls on."""
     while frame:
         file = frame.f_code.co_filename
         passes_on = is_standard(file) or "/torch/multiprocessing/" in file
-        if not passes_on and not (skips_harness and file.startswith(HARNESS)):
+        if not passes_on and not (skips_harness and file.startswith(HARNESS_FOLDER)):
             return f"{file} line {frame.f_lineno}"
         frame = frame.f_back
     return "an unknown place"
 
 
-def _is_versioned(place: str) -> bool:
-    """True if the code at this place is known by a version: it is an installed package's, or the harness's own."""
-    return place.startswith(HARNESS) or bool(site_folder(place))
+def _is_versioned(line_of_code: str) -> bool:
+    """True if a version tells the code at `line_of_code`: an installed package's code, or the harness's own."""
+    return line_of_code.startswith(HARNESS_FOLDER) or bool(site_folder(line_of_code))
 
 
 def _note(text: str, modified_ns: int | None = None) -> None:
-    if text in _noted:
+    if text in _noted_texts:
         return
-    _noted.add(text)
+    _noted_texts.add(text)
     line = json.dumps([text, modified_ns]) + "\n"
-    handle = os.open(_watching["path"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(_watching["path"], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         # whole, because the file is opened for appending
-        os.write(handle, line.encode(errors="surrogateescape"))
+        os.write(descriptor, line.encode(errors="surrogateescape"))
     finally:
-        os.close(handle)
+        os.close(descriptor)

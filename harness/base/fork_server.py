@@ -24,21 +24,23 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 from harness.base import executed_code
 
 # Modules that the server imports by default. torch._dynamo is there because torch.utils.checkpoint would import it at
 # its first call, and pydantic's two modules because a worker needs them to make its record.
 IMPORTS = ("torch", "torch._dynamo", "pydantic.dataclasses", "pydantic.type_adapter")
-OF_A_RUN = ("TMPDIR", executed_code.VARIABLE)  # environment variables of which each worker has its own values
+# environment variables of which each worker has its own values
+RUN_VARIABLES = ("TMPDIR", executed_code.NOTES_VARIABLE)
 # signals that a fork blocks until it has set a new process's handlers
-MASKED = (signal.SIGINT, signal.SIGTERM)
+MASKED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MESSAGE_BYTES, MOST_DESCRIPTORS = 2**20, 16
-END = b"end "  # begins the message of a fork's exit code; the message before it is the fork's process number
-LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
+# begins the message of a fork's exit code; the message before it is the fork's process number
+END_PREFIX = b"end "
+RESOURCE_LIMITS = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
 # most seconds to wait until a fork starts; the import of torch takes 2 s on an idle core
-START_SECONDS = 120.0
+MOST_START_SECONDS = 120.0
 
 
 class Server(NamedTuple):
@@ -62,12 +64,12 @@ class Forked:
 
     def started(self) -> Forked:
         """Wait until the process is forked, and set its number `pid`. Raises OSError if the server or the fork ends
-        first, or if START_SECONDS pass."""
+        first, or if MOST_START_SECONDS pass."""
         if not self.pid:
-            self._control.settimeout(START_SECONDS)
+            self._control.settimeout(MOST_START_SECONDS)
             try:
                 message = self._control.recv(MESSAGE_BYTES)
-                if not message or message.startswith(END):
+                if not message or message.startswith(END_PREFIX):
                     raise ConnectionError(
                         "the process that forks others has ended, or its fork before it could start"
                     )
@@ -88,7 +90,7 @@ class Forked:
         if self.returncode is None:
             message = self.started()._control.recv(MESSAGE_BYTES)
             # empty: the server was killed
-            self.returncode = int(message.removeprefix(END)) if message else -signal.SIGKILL
+            self.returncode = int(message.removeprefix(END_PREFIX)) if message else -signal.SIGKILL
             self._control.close()
         return self.returncode
 
@@ -97,32 +99,29 @@ def start(
     module: str,
     streams: tuple[int, int],
     environment: dict[str, str],
-    kept: Iterable[int] = (),
+    kept_descriptors: Iterable[int] = (),
     imports: Sequence[str] = IMPORTS,
 ) -> Forked:
     """Run the module's main() in a new fork, which has a session of its own; return without waiting for the fork.
 
     `streams`: descriptors that become the fork's standard output and standard error. `environment`: all of the fork's
-    environment variables. `kept`: descriptors that keep their numbers in the fork. `imports`: modules that the
-    server has imported. Raises OSError if the server cannot be started.
+    environment variables. `kept_descriptors`: descriptors that keep their numbers in the fork. `imports`: modules that
+    the server has imported. Raises OSError if the server cannot be started.
     """
     reader, writer = os.pipe()
     folder = os.open(".", os.O_PATH)
-    control, of_server = _pair()
-    order = {
-        "module": module,
-        "environment": environment,
-        "cores": [*os.sched_getaffinity(0)],
-        "numbers": [0, 1, 2, *kept],
-    }
+    control, server_end = _make_socket_pair()
+    cores = [*os.sched_getaffinity(0)]
+    order = ForkOrder(module, environment, cores, numbers=[0, 1, 2, *kept_descriptors])
+    message = json.dumps(order._asdict()).encode()
     try:
-        with of_server, open(reader, "rb") as stdin:
-            descriptors = [of_server.fileno(), folder, stdin.fileno(), *streams, *kept]
+        with server_end, open(reader, "rb") as stdin:
+            descriptors = [server_end.fileno(), folder, stdin.fileno(), *streams, *kept_descriptors]
             try:
-                socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], descriptors)
+                socket.send_fds(_connection(environment, imports), [message], descriptors)
             except ConnectionError:  # the server was killed, so start another server
                 close()
-                socket.send_fds(_connection(environment, imports), [json.dumps(order).encode()], descriptors)
+                socket.send_fds(_connection(environment, imports), [message], descriptors)
     except BaseException:
         os.close(writer)
         control.close()
@@ -155,38 +154,50 @@ def import_all(names: Iterable[str]) -> None:
 
 def _connection(environment: dict[str, str], imports: Sequence[str]) -> socket.socket:
     """Return the connection to a server that has these imports, this environment and this process's present resource
-    limits. If the present server differs or has ended, start a new server. The variables OF_A_RUN are not compared."""
+    limits. If the present server differs or has ended, start a new server. The variables RUN_VARIABLES are not
+    compared."""
     global _server
-    environment = {name: value for name, value in environment.items() if name not in OF_A_RUN}
-    inherited = imports, environment, [resource.getrlimit(kind) for kind in LIMITS]
+    environment = {
+        variable: value for variable, value in environment.items() if variable not in RUN_VARIABLES
+    }
+    inherited = imports, environment, [resource.getrlimit(kind) for kind in RESOURCE_LIMITS]
     is_usable = _server and (_server.owner, _server.inherited) == (os.getpid(), inherited)
     if _server and is_usable and _server.process.poll() is None:
         return _server.connection
     close()
-    of_caller, of_server = _pair()
-    with of_server:
+    caller_end, server_end = _make_socket_pair()
+    with server_end:
         process = subprocess.Popen(
-            [sys.executable, "-m", "harness.base.fork_server", str(of_server.fileno()), *imports],
+            [sys.executable, "-m", "harness.base.fork_server", str(server_end.fileno()), *imports],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[of_server.fileno()],
+            pass_fds=[server_end.fileno()],
             start_new_session=True,
             env=environment,
         )
-    _server = Server(os.getpid(), inherited, process, of_caller)
-    return of_caller
+    _server = Server(os.getpid(), inherited, process, caller_end)
+    return caller_end
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def _make_socket_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class ForkOrder(NamedTuple):
+    """The caller's order of a fork, which goes to the server as JSON."""
+
+    module: str
+    environment: dict[str, str]
+    cores: list[int]  # the cores that the fork may use
+    numbers: list[int]  # the numbers that the descriptors get in the fork
 
 
 class Fork(NamedTuple):
     """What a new fork has received: the order, the connection over which the server reports the fork, a descriptor of
-    the working folder, and the descriptors that get the numbers of order["numbers"]."""
+    the working folder, and the descriptors that get the numbers of the order."""
 
-    order: dict[str, Any]
+    order: ForkOrder
     control: socket.socket
     folder: int
     descriptors: list[int]
@@ -197,21 +208,21 @@ class Forks:
     server reports the fork's end."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.waiting, self.connection = selectors.DefaultSelector(), connection
-        self.waiting.register(connection, selectors.EVENT_READ)
-        self.running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process number, connection
+        self.selector, self.connection = selectors.DefaultSelector(), connection
+        self.selector.register(connection, selectors.EVENT_READ)
+        self.forks_by_pidfd: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process number, connection
 
     def serve(self) -> Fork:
         """Handle the caller's orders until the caller ends. For each fork, send the exit code over the fork's
         connection when the fork ends. Returns only in a new fork."""
         while True:
-            for key, _ in self.waiting.select():
+            for key, _ in self.selector.select():
                 if key.fileobj is not self.connection:
-                    self._ended(key.fd)
-                elif fork := self._take():
+                    self._report_end(key.fd)
+                elif fork := self._take_order():
                     return fork
 
-    def _take(self) -> Fork | None:
+    def _take_order(self) -> Fork | None:
         """Take an order, and fork a process for it. Returns None in the server."""
         message, descriptors, _, _ = socket.recv_fds(self.connection, MESSAGE_BYTES, MOST_DESCRIPTORS)
         if not message:
@@ -224,36 +235,37 @@ class Forks:
             control.close()
         else:
             if not pid:
-                self._forget()
-                return Fork(json.loads(message), control, descriptors[1], descriptors[2:])
-            end = os.pidfd_open(pid)
-            self.waiting.register(end, selectors.EVENT_READ)
-            self.running[end] = pid, control
+                self._close_descriptors()
+                order = ForkOrder(**json.loads(message))
+                return Fork(order, control, folder=descriptors[1], descriptors=descriptors[2:])
+            pidfd = os.pidfd_open(pid)
+            self.selector.register(pidfd, selectors.EVENT_READ)
+            self.forks_by_pidfd[pidfd] = pid, control
         for descriptor in descriptors[1:]:
             os.close(descriptor)
         return None
 
-    def _ended(self, end: int) -> None:
-        self.waiting.unregister(end)
-        os.close(end)
-        pid, control = self.running.pop(end)
+    def _report_end(self, pidfd: int) -> None:
+        self.selector.unregister(pidfd)
+        os.close(pidfd)
+        pid, control = self.forks_by_pidfd.pop(pidfd)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(OSError), control:  # the caller may be gone
-            control.send(END + str(code).encode())
+            control.send(END_PREFIX + str(code).encode())
 
-    def _forget(self) -> None:
+    def _close_descriptors(self) -> None:
         """Close the server's descriptors in this process, which is a new fork."""
-        self.waiting.close()
+        self.selector.close()
         self.connection.close()
-        for end, (_, control) in self.running.items():
-            os.close(end)
+        for pidfd, (_, control) in self.forks_by_pidfd.items():
+            os.close(pidfd)
             control.close()
 
 
 def run_order(fork: Fork) -> NoReturn:
     """Run the ordered module's main() in this process, a new fork, in the state of a newly started process. Send the
     fork's process number to the caller first."""
-    order, numbers = fork.order, fork.order["numbers"]
+    order, numbers = fork.order, fork.order.numbers
     os.setsid()
     with contextlib.suppress(OSError), fork.control:
         fork.control.send(
@@ -261,24 +273,26 @@ def run_order(fork: Fork) -> NoReturn:
         )  # now the caller can send signals to this process's group
     os.fchdir(fork.folder)
     os.close(fork.folder)
-    beyond = max(*numbers, *fork.descriptors) + 1
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, beyond) for descriptor in fork.descriptors]
+    first_unused = max(*numbers, *fork.descriptors) + 1
+    moved_descriptors = [
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD, first_unused) for descriptor in fork.descriptors
+    ]
     for descriptor in fork.descriptors:
         os.close(descriptor)
-    for descriptor, number in zip(moved, numbers, strict=True):
+    for descriptor, number in zip(moved_descriptors, numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.sched_setaffinity(0, order["cores"])
-    for name in OF_A_RUN:
-        os.environ.pop(name, None)
-    os.environ |= order["environment"]  # replaces all of the server's other variables: the names are the same
+    os.sched_setaffinity(0, order.cores)
+    for variable in RUN_VARIABLES:
+        os.environ.pop(variable, None)
+    os.environ |= order.environment  # replaces all of the server's other variables: the names are the same
     executed_code.watch()
     tempfile.tempdir = None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED_SIGNALS)
     try:
-        importlib.import_module(order["module"]).main()
+        importlib.import_module(order.module).main()
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr, flush=True)
@@ -292,7 +306,7 @@ def run_order(fork: Fork) -> NoReturn:
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, MASKED_SIGNALS)
     with contextlib.suppress(Exception):  # a failed import fails again in each fork, which reports it
         import_all(sys.argv[2:])
     run_order(Forks(socket.socket(fileno=int(sys.argv[1]))).serve())

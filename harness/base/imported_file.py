@@ -1,35 +1,46 @@
 """Imports the file of a method or a case, and guards calls of the file's functions. A mistake in such a file becomes an
-error of one line and does not end this process."""
+error of one line and does not end this process.
+
+Such a file may import modules of this project by their former names, and gets the modules by their present names.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import posix
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import GeneratorType
+from types import GeneratorType, ModuleType
 from typing import Any, NoReturn
 
-from harness.base.former_names import find_former_names
+# The present name of each module or package that the pages once told users to import.
+PRESENT_NAMES = {
+    "harness.core.gpt": "harness.models.gpt",
+    "harness.core.model": "harness.models.model",
+    "harness.figures": "papers.figures",
+}
 
 
-def imported(name: str, file: Path) -> Any:
+def import_file(name: str, file: Path) -> Any:
     """Import the module `name`, which lies in `file`, and return it. Raises ValueError, one line that names the file,
     if the import fails."""
     drop_stale_bytecode(file)
     find_former_names()
     try:
-        with staying():
+        with refusing_exit():
             return importlib.import_module(name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise ValueError(f"{file} does not load: {_text(error)}") from error
+        raise ValueError(f"{file} does not load: {_error_text(error)}") from error
 
 
 def drop_stale_bytecode(file: Path) -> None:
@@ -43,28 +54,38 @@ def drop_stale_bytecode(file: Path) -> None:
 
 def guard(
     cls: type,
-    passed: tuple[type[Exception], ...],
-    returned: Mapping[str, type] | None = None,
-    but: Sequence[str] = (),
+    passed_errors: tuple[type[Exception], ...],
+    result_types: Mapping[str, type] | None = None,
+    unguarded: Sequence[str] = (),
 ) -> None:
-    """Replace each public function and property of a class by a Called, except the names in `but`. `passed`: types of
-    exceptions that go through unchanged. `returned`: the type that a function must return, by the function's name."""
+    """Replace each public function and property of a class by a GuardedFunction, except the names in `unguarded`.
+    `passed_errors`: types of exceptions that go through unchanged. `result_types`: the type that a function must
+    return, by the function's name."""
     file = Path(sys.modules[cls.__module__].__file__ or "")
     for name, function in list(vars(cls).items()):
         is_called = callable(function) or hasattr(function, "__get__")
-        if is_called and not name.startswith("_") and name not in but:
-            setattr(cls, name, Called(function, name, file, passed, (returned or {}).get(name)))
+        if is_called and not name.startswith("_") and name not in unguarded:
+            setattr(
+                cls,
+                name,
+                GuardedFunction(function, name, file, passed_errors, (result_types or {}).get(name)),
+            )
 
 
-class Called:
+class GuardedFunction:
     """A descriptor that replaces a function or property of a class. It calls the function or property, turns an error
-    into one line by errors_of() and, unless `returned` is None, checks that the result has the type `returned`."""
+    into one line by errors_in_one_line() and, unless `result_type` is None, checks that the result has this type."""
 
     def __init__(
-        self, function: Any, name: str, file: Path, passed: tuple[type[Exception], ...], returned: type | None
+        self,
+        function: Any,
+        name: str,
+        file: Path,
+        passed_errors: tuple[type[Exception], ...],
+        result_type: type | None,
     ) -> None:
-        self.function, self.returned = function, returned
-        self.errors = functools.partial(errors_of, file, f"{name}()", passed)
+        self.function, self.result_type = function, result_type
+        self.errors = functools.partial(errors_in_one_line, file, f"{name}()", passed_errors)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         bound = self.function
@@ -78,9 +99,9 @@ class Called:
         def call(*arguments: Any, **options: Any) -> Any:
             with self.errors():
                 answer = bound(*arguments, **options)
-                if self.returned and not isinstance(answer, self.returned):
+                if self.result_type and not isinstance(answer, self.result_type):
                     raise TypeError(
-                        f"expected a {self.returned.__name__} as the result, got {type(answer).__name__}"
+                        f"expected a {self.result_type.__name__} as the result, got {type(answer).__name__}"
                     )
             return self._yielded(answer) if isinstance(answer, GeneratorType) else answer
 
@@ -92,27 +113,30 @@ class Called:
 
 
 @contextlib.contextmanager
-def errors_of(file: Path, name: str, passed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def errors_in_one_line(
+    file: Path, name: str, passed_errors: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Turn any exception or exit within this context into a ValueError with one line, which names the file, the
-    function `name` and the failing line. ValueErrors, Ctrl-C and exceptions of the types `passed` go through
+    function `name` and the failing line. ValueErrors, Ctrl-C and exceptions of the types `passed_errors` go through
     unchanged."""
     try:
-        with staying():
+        with refusing_exit():
             yield
     except BaseException as error:
-        if isinstance(error, (ValueError, KeyboardInterrupt, *passed)):
+        if isinstance(error, (ValueError, KeyboardInterrupt, *passed_errors)):
             raise
-        is_exit = isinstance(error, SystemExit)
-        what, advice = ("ended the process", "; try raise ValueError") if is_exit else ("fails", "")
-        line = line_in(file.parent, error)
-        raise ValueError(f"{file}'s {name} {what}: {_text(error)}{line}{advice}") from error
+        failure, advice = "fails", ""
+        if isinstance(error, SystemExit):
+            failure, advice = "ended the process", "; try raise ValueError"
+        line = failing_line(file.parent, error)
+        raise ValueError(f"{file}'s {name} {failure}: {_error_text(error)}{line}{advice}") from error
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
 
 
-def line_in(folder: Path | None, error: BaseException) -> str:
+def failing_line(folder: Path | None, error: BaseException) -> str:
     """Return, as text, the innermost line of the error's traceback that lies in a file directly in `folder`; empty if
     there is no such line."""
     stack = traceback.extract_tb(error.__traceback__)
@@ -124,18 +148,49 @@ def line_in(folder: Path | None, error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def staying() -> Iterator[None]:
+def refusing_exit() -> Iterator[None]:
     """Within this context, make os._exit() and posix._exit() raise SystemExit, because these functions would end this
     process at once, without a message. A signal still ends this process; the caller's shell reports the signal."""
-    end, guarded_pid = os._exit, os.getpid()
+    exit_now, guarded_pid = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
         if os.getpid() != guarded_pid:  # a forked child may exit at once
-            end(status)
+            exit_now(status)
         raise SystemExit(f"os._exit({status})")
 
     os._exit = posix._exit = refuse
     try:
         yield
     finally:
-        os._exit = posix._exit = end
+        os._exit = posix._exit = exit_now
+
+
+def present_name(name: str) -> str:
+    """Return a module's present name; `name` itself if it is no former name."""
+    for former, present in PRESENT_NAMES.items():
+        if name == former or name.startswith(f"{former}."):
+            return present + name[len(former) :]
+    return name
+
+
+class FormerNames(MetaPathFinder, Loader):
+    """Finds a module by its former name. It comes first: Python's own finder would make a second module of the file."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if present_name(name) != name else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(present_name(spec.name))
+        self.spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec  # the import has replaced it by the former name's
+
+
+def find_former_names() -> None:
+    """Let imports find modules by their former names in this process."""
+    if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, FormerNames())

@@ -90,10 +90,10 @@ class RankAgent:
         # torch's store, through which ranks find each other; the store runs a thread here
         self.store: Any = None
         self.waiting = selectors.DefaultSelector()
-        noticed, noticing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.private += [noticed, noticing]
-        self.watch(noticed, lambda: self.signalled(os.read(noticed, 4096)))
-        signal.set_wakeup_fd(noticing)
+        signal_reader, signal_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.private += [signal_reader, signal_writer]
+        self.watch(signal_reader, lambda: self.signalled(os.read(signal_reader, 4096)))
+        signal.set_wakeup_fd(signal_writer)
         for kind in (signal.SIGINT, signal.SIGTERM):
             signal.signal(kind, ignore)
 
@@ -192,11 +192,12 @@ class RankAgent:
         self.waiting.close()
         if self.listener:
             self.listener.close()
-        ends = [end for rank in self.ranks.values() for end in (rank.end, rank.reader) if end >= 0]
-        for descriptor in [*self.private, *others, *ends]:
-            os.close(descriptor)
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
+        rank_descriptors = [number for rank in self.ranks.values() for number in (rank.end, rank.reader)]
+        for descriptor in [*self.private, *others, *rank_descriptors]:
+            if descriptor >= 0:
+                os.close(descriptor)
+        with open(os.devnull) as null_device:
+            os.dup2(null_device.fileno(), 0)
         random.seed()
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
@@ -219,9 +220,9 @@ class OneRound(RankAgent):
     def __init__(self, hear: Callable[[int, bytes], Any], private: Iterable[int] = ()) -> None:
         super().__init__(private)
         self.hear = hear
-        self.failed: dict[int, int] = {}
+        self.exit_codes_of_failed: dict[int, int] = {}
         self.is_interrupted = False
-        self.limit = math.inf  # time.monotonic() at which the remaining ranks are killed
+        self.kill_time = math.inf  # time.monotonic() at which the remaining ranks are killed
 
     def meet(
         self,
@@ -233,14 +234,14 @@ class OneRound(RankAgent):
         """Run the ranks of this node and return as run() does. `work` gets a rank's environment variables and the
         descriptor of the rank's pipe. `num_local`: number of ranks of each node; `rendezvous`: where the ranks of all
         nodes meet."""
-        first = rendezvous.node * num_local
+        first_rank = rendezvous.node * num_local
         if rendezvous.node == 0:
             address, port = self.listen(rendezvous.address, rendezvous.port)
             rendezvous = rendezvous._replace(address=address, port=port)
         works: dict[int, Work] = {}
         for local in range(num_local):
-            variables = rendezvous.variables(first + local, local, world_size, num_local)
-            works[first + local] = partial(work, variables)
+            variables = rendezvous.variables(first_rank + local, local, world_size, num_local)
+            works[first_rank + local] = partial(work, variables)
         return self.run(works)
 
     def run(self, works: Mapping[int, Work]) -> dict[int, int]:
@@ -249,17 +250,17 @@ class OneRound(RankAgent):
         self.turn(0)  # handle a signal that came before the round
         if not self.is_interrupted:
             self.fork(works)
-        while self.ranks and (left := self.limit - time.monotonic()) > 0:
-            self.turn(min(left, 60.0))
-        failed = dict(self.failed)
+        while self.ranks and (seconds_left := self.kill_time - time.monotonic()) > 0:
+            self.turn(min(seconds_left, 60.0))
+        exit_codes_of_failed = dict(self.exit_codes_of_failed)
         self.kill()
-        return failed
+        return exit_codes_of_failed
 
     def interrupt(self) -> None:
         """Send SIGINT to the ranks, so that they end by themselves. After INTERRUPT_SECONDS, run() kills the ranks that
         still run."""
         if not self.is_interrupted:
-            self.is_interrupted, self.limit = True, time.monotonic() + INTERRUPT_SECONDS
+            self.is_interrupted, self.kill_time = True, time.monotonic() + INTERRUPT_SECONDS
             for rank in self.ranks.values():
                 os.kill(rank.pid, signal.SIGINT)
 
@@ -268,8 +269,8 @@ class OneRound(RankAgent):
 
     def exited(self, rank: int, code: int) -> None:
         if code and not self.is_interrupted:
-            self.failed[rank] = code
-            self.limit = min(self.limit, time.monotonic() + GRACE_SECONDS)
+            self.exit_codes_of_failed[rank] = code
+            self.kill_time = min(self.kill_time, time.monotonic() + GRACE_SECONDS)
 
     def signalled(self, kinds: bytes) -> None:
         self.interrupt()

@@ -1,4 +1,5 @@
-"""Registries, each of which finds the entries of one kind, such as methods or machines, by name.
+"""Registries, each of which finds the entries of one kind, such as methods or machines, by name; and the entries of a
+YAML file, such as machines.yaml. An error about an unknown name tells the nearest name.
 
 A method, a case, a place, a file of machines or a file of claims is added by a new file; no list has to be changed. The
 project's own entries of a kind lie in one folder or file. A call may add entries by --methods, --cases, --machines or
@@ -7,38 +8,43 @@ project's own entries of a kind lie in one folder or file. A call may add entrie
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from harness.base.checkout import ROOT
-from harness.base.imported_file import imported
+from harness.base.foreign_file import checked, read_yaml
+from harness.base.imported_file import import_file
 
 Name = TypeVar("Name", str, int)
+T = TypeVar("T")
+MOST_LISTED_NAMES = 20  # most names that a message lists
 
 
 class Registry:
     """The folders or files that hold the entries of one kind. `kind`: the word for an entry, such as method;
-    `project`: this project's folder or file."""
+    `project_path`: this project's folder or file."""
 
-    def __init__(self, kind: str, project: Path) -> None:
-        self.kind, self.project = kind, project
-        self.added: list[Path] = []
+    def __init__(self, kind: str, project_path: Path) -> None:
+        self.kind, self.project_path = kind, project_path
+        self.added_paths: list[Path] = []
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        return (self.project, *self.added)
+        return (self.project_path, *self.added_paths)
 
     def add(self, paths: Iterable[Path]) -> None:
         """Search these folders or files, too, until forget() is called."""
-        self.added += (path.absolute() for path in paths)  # absolute() does not resolve symbolic links
+        self.added_paths += (path.absolute() for path in paths)  # absolute() does not resolve symbolic links
 
     def forget(self) -> None:
-        self.added.clear()
+        self.added_paths.clear()
 
 
 class FileRegistry(Registry, Generic[Name]):
@@ -65,7 +71,7 @@ class FileRegistry(Registry, Generic[Name]):
         name = f"{self.package}.{file.stem}"
         if name not in sys.modules:
             importlib.invalidate_caches()
-        return imported(name, file)
+        return import_file(name, file)
 
     def class_in(self, file: Path, base: type) -> Any:
         """Return the subclass of `base` that the file defines; None if the file does not define exactly one, or if this
@@ -91,3 +97,70 @@ def _files(registry: FileRegistry[Any], folders: tuple[Path, ...]) -> dict[Any, 
                     f"expected one file of {kind} {name}, got {files[name]} and {path}; try another name"
                 )
     return files
+
+
+def did_you_mean(name: str, known_names: Iterable[str], most_hints: int = 1) -> str:
+    """Return a hint such as `did you mean gpt2? `, which ends with a space. The hint lists at most `most_hints` known
+    names that are similar to `name`. If no name is similar, the hint lists the known names that contain `name` as a
+    part between hyphens. If there are no such names, the hint is empty. Capital and small letters count as equal."""
+    known_by_lower = {known.lower(): known for known in known_names}
+    near_names = difflib.get_close_matches(name.lower(), known_by_lower, n=most_hints, cutoff=0.4)
+    if not near_names:
+        near_names = [lower_name for lower_name in known_by_lower if name.lower() in lower_name.split("-")]
+    if not near_names:
+        return ""
+    return f"did you mean {' or '.join(known_by_lower[lower_name] for lower_name in near_names)}? "
+
+
+def read_entries(file: Path, example: str) -> dict[str, Any]:
+    """Return all entries of the file by name; the entries' fields are not checked. Raises ValueError, one line with the
+    example, if the file cannot be read or does not hold entries by name."""
+    try:
+        return _parse_entries(file, file.stat().st_mtime_ns)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file} does not load: {reason}; try {example}") from error
+
+
+def files_by_entry(files: Iterable[Path], example: str) -> dict[str, Path]:
+    """Return the file of each entry, by the entry's name. Raises ValueError if two files have an entry of the same
+    name, or if a file cannot be read."""
+    file_of: dict[str, Path] = {}
+    for file in files:
+        for name in read_entries(file, example):
+            if (other := file_of.setdefault(name, file)) != file:
+                raise ValueError(
+                    f"expected one entry named {' '.join(name.split())}, got one in {other} and one in {file};"
+                    " rename one"
+                )
+    return file_of
+
+
+def read_entry(kind: type[T], entry_noun: str, name: str, files: Sequence[Path], example: str) -> T:
+    """Return the entry `name` as the dataclass `kind`. Raises ValueError, whose text calls an entry `entry_noun`: if
+    there is no such entry, the text names the nearest entries; if the entry has wrong fields, the text names the
+    fields."""
+    file_of = files_by_entry(files, example)
+    if name not in file_of:
+        if len(file_of) > MOST_LISTED_NAMES:
+            hint = did_you_mean(name, file_of, 3)
+            advice = f"{files[-1]} lists all {len(file_of)}: choose one, or add it"
+        else:
+            hint = did_you_mean(name, file_of)
+            advice = f"choose one of {', '.join(sorted(file_of))}, or add it to {files[-1]}"
+        raise ValueError(f"no {entry_noun} {name!r}: {hint}{advice}")
+    file = file_of[name]
+    try:
+        return checked(kind, read_entries(file, example)[name])
+    except ValueError as error:
+        field_names = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
+        raise ValueError(
+            f"{file}: {' '.join(name.split())}: {error}; try the fields {field_names}"
+        ) from error
+
+
+@functools.lru_cache
+def _parse_entries(file: Path, changed_ns: int) -> dict[str, Any]:
+    """Return the parsed file. The result is cached, because parsing takes longer than computing a plan. `changed_ns`
+    is the file's time of change in nanoseconds: a changed file has another time, so it is parsed again."""
+    return checked(dict[str, Any], read_yaml(file) or {})

@@ -26,12 +26,12 @@ def write_whole(path: Path, data: str | bytes) -> None:
     if this process is killed. Raises ValueError if `path` is a folder, a link or a device, and OSError, which
     names `path`, if the file cannot be written."""
     check_replaceable(path)
-    _remove_left(path.parent)
+    _remove_unfinished_files(path.parent)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with open(temporary, "xb") as file:
             with contextlib.suppress(OSError):
-                # a file system may have no locks; then _remove_left() removes nothing
+                # a file system may have no locks; then _remove_unfinished_files() removes nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
             file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
             file.flush()
@@ -58,11 +58,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     exists, unless it is an empty folder."""
     check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.*{UNFINISHED}"):
-        with contextlib.suppress(OSError), _locked(left):
+    for unfinished in folder.parent.glob(f".{glob.escape(folder.name)}.*{UNFINISHED}"):
+        with contextlib.suppress(OSError), _locked(unfinished):
             # an empty folder may have a writer that has not locked it yet
-            if TEMPORARY.fullmatch(left.name) and any(left.iterdir()):
-                shutil.rmtree(left)
+            if TEMPORARY.fullmatch(unfinished.name) and any(unfinished.iterdir()):
+                shutil.rmtree(unfinished)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     temporary.mkdir()
     with _locked(temporary):
@@ -79,22 +79,22 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock within this context. Raises BlockingIOError if another process holds the lock."""
-    opened = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
-def _remove_left(folder: Path) -> None:
+def _remove_unfinished_files(folder: Path) -> None:
     """Remove the temporary files in `folder` whose writers were killed: files that no process locks. An empty file
     stays, because its writer, which locks the file before writing, may not have locked it yet."""
-    for left in folder.glob(f".*{UNFINISHED}"):
-        with contextlib.suppress(OSError), open(left, "rb") as file:
+    for unfinished in folder.glob(f".*{UNFINISHED}"):
+        with contextlib.suppress(OSError), open(unfinished, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if TEMPORARY.fullmatch(left.name) and os.fstat(file.fileno()).st_size:
-                left.unlink()
+            if TEMPORARY.fullmatch(unfinished.name) and os.fstat(file.fileno()).st_size:
+                unfinished.unlink()
 
 
 def own_folder(folder: Path) -> Path:
@@ -108,11 +108,8 @@ def own_folder(folder: Path) -> Path:
 
 def check_new(folder: Path) -> None:
     """Raise ValueError if `folder` exists, unless it is an empty folder."""
-    if (
-        folder.is_symlink()
-        or (folder.exists() and not folder.is_dir())
-        or (folder.is_dir() and any(folder.iterdir()))
-    ):
+    is_no_folder = folder.is_symlink() or (folder.exists() and not folder.is_dir())
+    if is_no_folder or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(
             f"{folder}: expected a new or empty folder, got a file, a link or a full folder; try another"
         )
@@ -130,7 +127,7 @@ def check_replaceable(path: Path, head: bytes = b"") -> None:
                 f"{path}: expected a new file, or a file to replace, got {kind}; try another name"
             )
         with open(path, "rb") as file:
-            begins = file.read(len(head))
-        if begins and begins != head:
+            first_bytes = file.read(len(head))
+        if first_bytes and first_bytes != head:
             message = "expected a new file, or one that an earlier call wrote, got another file"
             raise ValueError(f"{path}: {message}; try another name")

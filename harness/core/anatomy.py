@@ -24,10 +24,10 @@ from typing import Any
 from harness.base.checkout import ROOT
 from harness.base.child_process import ask
 from harness.base.foreign_file import read_json
+from harness.base.json_object import JsonObject
 from harness.base.whole_file import write_whole
 from harness.core.hub_config import inner_size, narrowed
-from harness.core.refused_model import RefusedModel
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import RefusedModel, Unavailable
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -35,17 +35,19 @@ Shapes = dict[str, Shape]
 INIT_STD = 0.02
 # folder with the kept answers of harness/plan/sketch.py and block_sketch.py
 SKETCHES = ROOT / ".venv" / "sketches"
-FORMAT = 5  # format number of the cached files; raise it when the fields or the numbers of a sketch change
-MOST_SEEN = 8  # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
+# format number of the cached files; raise it when the fields or the numbers of a sketch change
+SKETCH_FORMAT = 5
+# most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
+MOST_SKETCHED_LAYERS = 8
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
-NUM_LOGITS = 2**25
+MOST_LOGITS = 2**25
 # Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP
-# and norms compute in blocks of tokens, each with at most NUM_LOGITS inner elements (harness/models/token_blocks.py).
-NUM_INNER = 2**29
-PARTS = ("embedding", "layer", "head")
+# and norms compute in blocks of tokens, each with at most MOST_LOGITS inner elements (harness/models/token_blocks.py).
+MOST_INNER_ELEMENTS = 2**29
+PART_NAMES = ("embedding", "layer", "head")
 # answers of this process that were refusals, by hash of the question
-_refusals: dict[str, dict[str, Any]] = {}
-NEEDS = "models by their config.json need transformers: pip install transformers==5.23.0"
+_refusals: dict[str, JsonObject] = {}
+TRANSFORMERS_MISSING = "models by their config.json need transformers: pip install transformers==5.23.0"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Anatomy:
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
     blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
     # The configuration's fields with transformers' values for those that are left out; empty for the published GPT.
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: JsonObject = field(default_factory=dict)
     # patterns of names in files of weights that transformers ignores for this model
     ignored: tuple[str, ...] = ()
 
@@ -158,10 +160,13 @@ def anatomy_of(workload: Any) -> Anatomy:
     """Return the parts of a workload's model. Raises RefusedModel if the harness cannot train the model, ValueError if
     a sample is longer than its table of positions, and Unavailable if transformers is missing."""
     if workload.config is None:
-        return _gpt(workload)
-    half, at_once = workload.dtype != "fp32", block_tokens(workload)
-    widths, name = (workload.hidden_size, workload.vocab_size), workload.model or "the model"
-    anatomy = _of_config(workload.config, widths, name, is_half=half, block_tokens=at_once)
+        return _gpt_anatomy(workload)
+    is_half, tokens_at_once = workload.dtype != "fp32", block_tokens(workload)
+    widths = (workload.hidden_size, workload.vocab_size)
+    model_name = workload.model or "the model"
+    anatomy = _sketched_anatomy(
+        workload.config, widths, model_name, is_half=is_half, block_tokens=tokens_at_once
+    )
     if (most := anatomy.most_tokens) < workload.seq_len:
         message = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
         raise ValueError(f"--seq: {message}; try --seq {most}")
@@ -175,10 +180,10 @@ def block_tokens(workload: Any) -> int:
         return 0
     inner = inner_size(workload.config, workload.hidden_size)
     tokens = workload.batch_size // workload.micro_batches * workload.seq_len
-    return max(1, NUM_LOGITS // inner) if tokens * inner > NUM_INNER else 0
+    return max(1, MOST_LOGITS // inner) if tokens * inner > MOST_INNER_ELEMENTS else 0
 
 
-def sized(path: Path, record: Any) -> Any:
+def check_sizes(path: Path, record: Any) -> Any:
     """Return the record in the file `path`. Raises ValueError, which names the file, if the sizes of the record's
     models cannot be computed: every verb computes them, so one such record would end a verb that reads its folder."""
     try:
@@ -191,24 +196,24 @@ def sized(path: Path, record: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _of_config(
-    text: str, widths: tuple[int, int], model: str, *, is_half: bool, block_tokens: int
+def _sketched_anatomy(
+    text: str, widths: tuple[int, int], model_name: str, *, is_half: bool, block_tokens: int
 ) -> Anatomy:
     """Return the parts of a model described by a config.json. harness/plan/sketch.py imports torch, so it finds the
     parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
     blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read. One sketch, of the
     configuration's own number of layers, serves every number of layers."""
-    versions = [_transformers_version(), FORMAT]
-    config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SEEN), *widths)
-    answer = _kept("harness.plan.sketch", config, versions)
+    versions = [_transformers_version(), SKETCH_FORMAT]
+    config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SKETCHED_LAYERS), *widths)
+    answer = _ask_once("harness.plan.sketch", config, versions)
     if refused := answer.get("refused"):
         code, values = refused
-        raise RefusedModel(code, f"{model} cannot be trained here", **values)
+        raise RefusedModel(code, f"{model_name} cannot be trained here", **values)
     dtype, blocks = "half" if is_half else "fp32", None
     if block_tokens:
         question = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
-        blocks = _kept("harness.plan.block_sketch", question, versions)["blocks"]
-    parts = {part: {name: tuple(shape) for name, shape in answer[part].items()} for part in PARTS}
+        blocks = _ask_once("harness.plan.block_sketch", question, versions)["blocks"]
+    parts = {part: {name: tuple(shape) for name, shape in answer[part].items()} for part in PART_NAMES}
     return Anatomy(
         **parts,
         layer_prefix=answer["layer_prefix"],
@@ -226,7 +231,7 @@ def _of_config(
         starts={name: (mean, std) for name, (mean, std) in answer["starts"].items()},
         ignored=tuple(answer["ignored"]),
         fields=answer["fields"],
-        noise=_noise(parts["layer"]),
+        noise=_noise_elements(parts["layer"]),
         blocks=blocks and _token_blocks(blocks),
     )
 
@@ -235,29 +240,29 @@ def _transformers_version() -> str:
     try:
         return version("transformers")
     except PackageNotFoundError as error:
-        raise Unavailable(NEEDS) from error
+        raise Unavailable(TRANSFORMERS_MISSING) from error
 
 
-def _noise(layer: Shapes) -> dict[str, tuple[int, int]]:
+def _noise_elements(layer: Shapes) -> dict[str, tuple[int, int]]:
     """Return the elements of a layer's tensors whose gradient is little more than rounding error: the bias of the keys.
 
     It adds nearly the same number to every score of a query, even with rotary positions, which hardly turn a head's
     slow pairs. In GPT-2's c_attn.bias the bias of the keys is the second of three equal parts."""
     noise = {}
-    for name, (size, *_) in layer.items():
+    for name, (num_elements, *_) in layer.items():
         if name.endswith("k_proj.bias"):
-            noise[name] = (0, size)
+            noise[name] = (0, num_elements)
         elif name.endswith("c_attn.bias"):
-            noise[name] = (size // 3, 2 * size // 3)
+            noise[name] = (num_elements // 3, 2 * num_elements // 3)
     return noise
 
 
-def _token_blocks(answer: dict[str, Any]) -> TokenBlocks:
+def _token_blocks(answer: JsonObject) -> TokenBlocks:
     lines = tuple((inputs, fixed) for inputs, fixed in answer["lines"])
     return TokenBlocks(tuple(answer["parts"]), answer["token_flops"], lines)
 
 
-def _kept(module_name: str, question: Any, versions: list[Any]) -> Any:
+def _ask_once(module_name: str, question: Any, versions: list[Any]) -> Any:
     """Return the answer of a module that sketches a model. The answer is read from its file in SKETCHES or, if there is
     no file, asked of the module and then written to the file. If the module refuses the model, nothing is written, but
     this process keeps the refusal."""
@@ -285,40 +290,40 @@ def _kept(module_name: str, question: Any, versions: list[Any]) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _gpt(workload: Any) -> Anatomy:
+def _gpt_anatomy(workload: Any) -> Anatomy:
     """Return the parts of the published GPT (harness/models/gpt.py): fused QKV, an MLP four times as wide as the layer,
     learned positions, tied head, biases everywhere."""
-    size, vocab = workload.hidden_size, workload.vocab_size
+    hidden_size, vocab_size = workload.hidden_size, workload.vocab_size
     layer: Shapes = {
-        "ln1.weight": (size,),
-        "ln1.bias": (size,),
-        "qkv.weight": (3 * size, size),
-        "qkv.bias": (3 * size,),
-        "proj.weight": (size, size),
-        "proj.bias": (size,),
-        "ln2.weight": (size,),
-        "ln2.bias": (size,),
-        "fc1.weight": (4 * size, size),
-        "fc1.bias": (4 * size,),
-        "fc2.weight": (size, 4 * size),
-        "fc2.bias": (size,),
+        "ln1.weight": (hidden_size,),
+        "ln1.bias": (hidden_size,),
+        "qkv.weight": (3 * hidden_size, hidden_size),
+        "qkv.bias": (3 * hidden_size,),
+        "proj.weight": (hidden_size, hidden_size),
+        "proj.bias": (hidden_size,),
+        "ln2.weight": (hidden_size,),
+        "ln2.bias": (hidden_size,),
+        "fc1.weight": (4 * hidden_size, hidden_size),
+        "fc1.bias": (4 * hidden_size,),
+        "fc2.weight": (hidden_size, 4 * hidden_size),
+        "fc2.bias": (hidden_size,),
     }
-    tokens: Shapes = {"ends.wte.weight": (vocab, size)}
-    positions: Shapes = {"ends.wpe.weight": (workload.seq_len, size)}
-    norm: Shapes = {"ends.lnf.weight": (size,), "ends.lnf.bias": (size,)}
+    tokens: Shapes = {"ends.wte.weight": (vocab_size, hidden_size)}
+    positions: Shapes = {"ends.wpe.weight": (workload.seq_len, hidden_size)}
+    norm: Shapes = {"ends.lnf.weight": (hidden_size,), "ends.lnf.bias": (hidden_size,)}
     return Anatomy(
         embedding=tokens | positions,
         layer=layer,
         head=tokens | norm,
         layer_prefix="layers.",
         ends_prefix="ends.",
-        token_flops=24 * size**2,
-        pair_flops=2 * size,
+        token_flops=24 * hidden_size**2,
+        pair_flops=2 * hidden_size,
         # 22 times the layer's input: the activations of the layer, and the gradients of the MLP's inner tensors.
         boundaries=22,
         starts=_gpt_starts(tokens | positions | norm | layer, workload.num_layers),
         # The keys' bias adds the same number to every score of a query, and the softmax cancels this number.
-        noise={"qkv.bias": (size, 2 * size)},
+        noise={"qkv.bias": (hidden_size, 2 * hidden_size)},
     )
 
 

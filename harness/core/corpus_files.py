@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-BLOCK_BYTES, BLOCKS = 4096, 256
+BLOCK_BYTES, NUM_BLOCKS = 4096, 256
 
 
 def corpus_files(corpus: str) -> tuple[Path, Path]:
@@ -15,7 +15,7 @@ def corpus_files(corpus: str) -> tuple[Path, Path]:
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
-def sampled_hash(path: Path, num_blocks: int = BLOCKS) -> str:
+def sampled_hash(path: Path, num_blocks: int = NUM_BLOCKS) -> str:
     """Return a hash of a file's size and of `num_blocks` blocks of BLOCK_BYTES bytes at equal distances; "missing" if
     there is no regular file, because a pipe would be waited for. A file of fewer blocks is hashed whole. The file's
     time stamps are not hashed, so a copy has the same hash, and a change in a hashed block changes the hash even if the
@@ -25,10 +25,10 @@ def sampled_hash(path: Path, num_blocks: int = BLOCKS) -> str:
         return "missing"
     try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(f"{size} ".encode())
+            num_bytes = os.fstat(file.fileno()).st_size
+            digest.update(f"{num_bytes} ".encode())
             for number in range(num_blocks):
-                file.seek(max(0, size - BLOCK_BYTES) * number // (num_blocks - 1))
+                file.seek(max(0, num_bytes - BLOCK_BYTES) * number // (num_blocks - 1))
                 digest.update(file.read(BLOCK_BYTES))
     except FileNotFoundError:
         return "missing"

@@ -23,47 +23,49 @@ from harness.core.job import Workload
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_HASHED = 1024  # most samples that corpus_hash() reads: a disk takes about a second for 1024 seeks
+# most samples that corpus_hash() reads: a disk takes about a second for 1024 seeks
+MOST_HASHED_SAMPLES = 1024
 MAX_TOKEN = 50257  # number of GPT-2's tokens; larger ids, which only pad the vocabulary, are never drawn
-FOLLOW = 0.5  # probability that a token is the successor of the token before it
-MULTIPLIER, OFFSET = 12_289, 7_919  # the successor of token t is (t * MULTIPLIER + OFFSET) % number of tokens
+SUCCESSOR_PROBABILITY = 0.5  # probability that a token is the successor of the token before it
+# the successor of token t is (t * SUCCESSOR_MULTIPLIER + SUCCESSOR_OFFSET) % number of tokens
+SUCCESSOR_MULTIPLIER, SUCCESSOR_OFFSET = 12_289, 7_919
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 Sampler = Callable[[int], np.ndarray]
 
 
-def batches(workload: Workload, steps: int) -> np.ndarray:
-    """Return token ids (steps, B, T + 1), int64: inputs are [..., :-1], targets [..., 1:]. Raises ValueError if the
+def batches(workload: Workload, num_steps: int) -> np.ndarray:
+    """Return token ids (num_steps, B, T + 1), int64: inputs are [..., :-1], targets [..., 1:]. Raises ValueError if the
     corpus cannot be read or holds ids beyond the vocabulary."""
     sample = corpus(workload) if workload.corpus else synthetic(workload)
-    count = steps * workload.batch_size
-    tokens = np.stack([sample(index) for index in range(count)])
-    return tokens.reshape(steps, workload.batch_size, workload.seq_len + 1)
+    num_samples = num_steps * workload.batch_size
+    tokens = np.stack([sample(index) for index in range(num_samples)])
+    return tokens.reshape(num_steps, workload.batch_size, workload.seq_len + 1)
 
 
-def token_batches(workload: Workload, steps: int) -> list[tuple[Tensor, Tensor]]:
+def token_batches(workload: Workload, num_steps: int) -> list[tuple[Tensor, Tensor]]:
     """Return the batches of batches() as a list: a pair (inputs, targets) for each step; both are token ids of shape
     (B, T). Code that trains in its own process, without the worker, calls this function."""
     import torch
 
-    tokens = torch.from_numpy(batches(workload, steps))
+    tokens = torch.from_numpy(batches(workload, num_steps))
     return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
 
 
-def sha256(tokens: np.ndarray) -> str:
+def hash_of_tokens(tokens: np.ndarray) -> str:
     """Return the hash of token ids. A record names its run's data by this hash."""
     return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i8").tobytes()).hexdigest()
 
 
 def corpus_hash(workload: Workload, num_samples: int) -> str:
-    """Return a hash of a corpus. The hash covers the sampled_hash() of both files, and at most MOST_HASHED of the
-    `num_samples` samples that the training reads, at equal distances."""
+    """Return a hash of a corpus. The hash covers the sampled_hash() of both files, and at most MOST_HASHED_SAMPLES of
+    the `num_samples` samples that the training reads, at equal distances."""
     digest = hashlib.sha256(" ".join(map(sampled_hash, corpus_files(str(workload.corpus)))).encode())
     with contextlib.suppress(ValueError):  # if the corpus cannot be read, the run will say why
-        sample, number = corpus(workload), min(num_samples, MOST_HASHED)
-        for index in range(number):
-            digest.update(sample(index * num_samples // number).tobytes())
+        sample, num_hashed = corpus(workload), min(num_samples, MOST_HASHED_SAMPLES)
+        for index in range(num_hashed):
+            digest.update(sample(index * num_samples // num_hashed).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -71,17 +73,17 @@ def synthetic(workload: Workload) -> Sampler:
     """Return a function that makes sample i of the synthetic stream: T + 1 token ids. Half of the tokens are the
     successor of the token before them; the other tokens are drawn by Zipf's law. A model can learn this
     stream, so a broken optimizer shows in the loss. The loss on uniform tokens stays at ln V with any optimizer."""
-    ids = min(workload.vocab_size, MAX_TOKEN) if workload.config is None else workload.vocab_size
-    cumulative = np.cumsum(1.0 / np.arange(1, ids + 1))
+    num_ids = min(workload.vocab_size, MAX_TOKEN) if workload.config is None else workload.vocab_size
+    cumulative = np.cumsum(1.0 / np.arange(1, num_ids + 1))
     cumulative /= cumulative[-1]
 
     def sample(index: int) -> np.ndarray:
         uniform = _uniform(workload.seed, index, 2 * (workload.seq_len + 1))
         fresh = np.searchsorted(cumulative, uniform[: workload.seq_len + 1]).astype(np.int64)
-        follows = uniform[workload.seq_len + 1 :] < FOLLOW
+        follows = uniform[workload.seq_len + 1 :] < SUCCESSOR_PROBABILITY
         tokens = fresh.tolist()
-        for place in np.flatnonzero(follows[1:]) + 1:
-            tokens[place] = (tokens[place - 1] * MULTIPLIER + OFFSET) % ids
+        for position in np.flatnonzero(follows[1:]) + 1:
+            tokens[position] = (tokens[position - 1] * SUCCESSOR_MULTIPLIER + SUCCESSOR_OFFSET) % num_ids
         return np.array(tokens, dtype=np.int64)
 
     return sample
@@ -96,13 +98,13 @@ def corpus(workload: Workload) -> Sampler:
         message = f"expected the prefix of PREFIX.bin and PREFIX.idx, got {workload.corpus!r}"
         raise ValueError(f"{message}; leave --data out for tokens drawn by --seed")
     tokens = _open_tokens(prefix)
-    places = len(tokens) - workload.seq_len
-    if places < 1:
+    num_starts = len(tokens) - workload.seq_len
+    if num_starts < 1:
         message = f"expected at least one sample of {workload.seq_len + 1} tokens, got {len(tokens)} tokens"
         raise ValueError(f"{prefix}.bin: {message}; try a smaller --seq")
 
     def sample(index: int) -> np.ndarray:
-        start = int(_uniform(workload.seed, index, 1)[0] * places)
+        start = int(_uniform(workload.seed, index, 1)[0] * num_starts)
         window = np.asarray(tokens[start : start + workload.seq_len + 1], dtype=np.int64)
         beyond = window[(window < 0) | (window >= workload.vocab_size)]
         if beyond.size:
@@ -121,9 +123,9 @@ def _open_tokens(prefix: str) -> np.ndarray:
     documents (u64), number of tokens of each sequence (i32).
     """
     try:
-        dtype, count = _index_head(f"{prefix}.idx")
+        dtype, num_sequences = _index_head(f"{prefix}.idx")
         tokens = _map_tokens(f"{prefix}.bin", dtype)
-        num_tokens = _num_listed(f"{prefix}.idx", count)
+        num_tokens = _num_listed(f"{prefix}.idx", num_sequences)
     except OSError as error:
         raise ValueError(
             f"cannot read the corpus {error.filename}: {error.strerror}; try another --data"
@@ -141,28 +143,30 @@ def _index_head(path: str) -> tuple[np.dtype, int]:
         head = index.read(len(INDEX_MAGIC) + 17)
     if len(head) < len(INDEX_MAGIC) + 17 or not head.startswith(INDEX_MAGIC):
         raise ValueError(f"{path}: expected a Megatron index; try --data with the prefix of a .bin/.idx pair")
-    version, code, count = struct.unpack("<QBQ", head[len(INDEX_MAGIC) :])
+    version, code, num_sequences = struct.unpack("<QBQ", head[len(INDEX_MAGIC) :])
     if version != 1 or code not in INDEX_DTYPES:
         raise ValueError(
             f"{path}: expected version 1 and integer tokens, got version {version} and dtype {code}"
         )
-    return np.dtype(INDEX_DTYPES[code]), count
+    return np.dtype(INDEX_DTYPES[code]), num_sequences
 
 
 def _map_tokens(path: str, dtype: np.dtype) -> np.ndarray:
     _check_kind(Path(path))
-    size = Path(path).stat().st_size
-    if not size:
+    num_bytes = Path(path).stat().st_size
+    if not num_bytes:
         raise ValueError(f"{path}: expected tokens, got an empty file")
-    if size % dtype.itemsize:
-        raise ValueError(f"{path}: expected a multiple of {dtype.itemsize} bytes (one token), got {size}")
+    if num_bytes % dtype.itemsize:
+        raise ValueError(
+            f"{path}: expected a multiple of {dtype.itemsize} bytes (one token), got {num_bytes}"
+        )
     return np.memmap(path, dtype=dtype, mode="r")
 
 
-def _num_listed(path: str, count: int) -> int:
-    """Return the sum of the lengths of `count` sequences in an .idx file, or of as many as the file holds."""
-    num_held = (Path(path).stat().st_size - len(INDEX_MAGIC) - 25) // 4
-    lengths = np.fromfile(path, "<i4", min(count, max(0, num_held)), offset=len(INDEX_MAGIC) + 25)
+def _num_listed(path: str, num_sequences: int) -> int:
+    """Return the sum of the lengths of `num_sequences` sequences in an .idx file, or of as many as the file holds."""
+    num_stored = (Path(path).stat().st_size - len(INDEX_MAGIC) - 25) // 4
+    lengths = np.fromfile(path, "<i4", min(num_sequences, max(0, num_stored)), offset=len(INDEX_MAGIC) + 25)
     if lengths.size and lengths.min() < 0:
         raise ValueError(f"{path}: expected lengths of at least 0, got {lengths.min()}; make the index again")
     return int(lengths.sum(dtype=np.int64))
@@ -174,8 +178,8 @@ def _check_kind(path: Path) -> None:
         raise ValueError(f"{path}: expected a regular file, got another kind; try another --data")
 
 
-def _uniform(seed: int, index: int, count: int) -> np.ndarray:
-    """Return `count` uniform numbers in [0, 1), made from raw words of the counter-based Philox generator: no release
-    of numpy changes these words."""
-    numbers = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(count)
+def _uniform(seed: int, index: int, num_numbers: int) -> np.ndarray:
+    """Return `num_numbers` uniform numbers in [0, 1), made from raw words of the counter-based Philox generator: no
+    release of numpy changes these words."""
+    numbers = np.random.Philox(key=seed, counter=[0, 0, 0, index]).random_raw(num_numbers)
     return (numbers >> np.uint64(11)) * 2.0**-53

@@ -17,22 +17,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from harness.base.imported_file import line_in
+from harness.base.imported_file import failing_line
+from harness.base.json_object import JsonObject
 from harness.core.job import gib
 from harness.core.method import Unavailable
 
 Raised = TypeVar("Raised", bound=BaseException)
-TEXT_LENGTH = 200
-NEAR_THE_LIMIT = 0.95
+MOST_TEXT_CHARACTERS = 200
+LEAST_SHARE_NEAR_LIMIT = 0.95
 # A thread cannot start if its stack does not fit the host's budget, or if the system allows no further thread. The
 # budget was the reason if fewer bytes than these, which a thread takes by default, were left.
-NO_THREAD, THREAD_BYTES = "can't start new thread", 9 * 2**20
+NO_THREAD_MESSAGE, THREAD_BYTES = "can't start new thread", 9 * 2**20
 
 
 class Kind(NamedTuple):
     status: str
     resource: str  # what ran out or is missing: device, host, pinned, shm, disk, import, time; "": neither
-    name: str  # the source of the evidence, such as allocator; it becomes evidence["class"]
+    source: str  # of the evidence, such as allocator; it becomes evidence["class"]
 
 
 # For each kind: a pattern of the messages of its exceptions. The most specific patterns come first. The messages are
@@ -56,8 +57,8 @@ MESSAGES = (
     (r"No space left on device", Kind("does-not-fit", "disk", "file system")),
 )
 # Pattern of the last log lines of a native library that aborts because it gets no memory.
-LAST_WORDS = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
-CHILD_KILLED = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
+ABORT_LINE = re.compile(r"what\(\):.*bad_alloc|Memory allocation still failed|MemoryError$", re.MULTILINE)
+CHILD_KILLED_TEXT = re.compile(r"killed by signal|exited unexpectedly|terminated abruptly|\bSIGKILL\b")
 # Pattern of the messages of a rank that lost its connection to another rank.
 LOST_RANK = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|remote process exited|communicator was aborted"
@@ -65,17 +66,17 @@ LOST_RANK = re.compile(
 NOT_FINITE = re.compile(r"\b(nan|infs?|infinite|non-?finite|not finite)\b", re.IGNORECASE)
 # Pairs: a size's name in the evidence, and a pattern that finds the size in a message. If several patterns of one name
 # match, the first pattern counts.
-SIZES = (
+SIZE_PATTERNS = (
     ("asked_bytes", r"(?:tried|unable) to (?:allocate|mmap) ([\d.]+) ?(bytes|[KMGTPE]iB)"),
     ("in_use_bytes", r"(\d+) of \d+ (bytes) in use|([\d.]+) (\w+) is allocated by PyTorch"),
     ("limit_bytes", r"\d+ of (\d+) (bytes) in use|([\d.]+) (\w+) allowed"),
     ("limit_bytes", r"total capacity of ([\d.]+) (\w+)"),
 )
-UNITS = {
+UNIT_BYTES = {
     unit: 2 ** (10 * power) for power, unit in enumerate(("bytes", "kib", "mib", "gib", "tib", "pib", "eib"))
 }
 
-MEMORIES = {
+MEMORY_ADVICE = {
     "device": ("device memory", "lower -l, -b, --seq or -w, or raise --device-memory"),
     "host": ("host memory", "lower -l or -b, or raise --host-memory"),
     "pinned": (
@@ -93,9 +94,9 @@ class Failure:
 
     status: str
     reason: str
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: JsonObject = field(default_factory=dict)
 
-    def changes(self, evidence: dict[str, Any]) -> dict[str, Any]:
+    def changes(self, evidence: JsonObject) -> JsonObject:
         """Return the new values of the fields that this failure changes in the run's record. `evidence`: the record's
         evidence so far, to which this failure's evidence is added."""
         return {"status": self.status, "reason": self.reason, "evidence": {**evidence, **self.evidence}}
@@ -131,31 +132,32 @@ def _of_causes(error: BaseException, phase: str, memory: dict[str, int], folder:
     known = [(cause, kind) for cause, kind in kinds if kind is not None]
     if not known:
         is_numeric = isinstance(error, ArithmeticError) or NOT_FINITE.search(str(error))
-        reason = f"{_text(error)} at {phase}{line_in(folder, error)[:TEXT_LENGTH]}; its log has the traceback"
+        line = failing_line(folder, error)[:MOST_TEXT_CHARACTERS]
+        reason = f"{_error_text(error)} at {phase}{line}; its log has the traceback"
         return ended("crash", "numeric" if is_numeric else "exception", reason)
     # If only a package is missing, the outermost error is shown, because this error may name the command that installs
     # the package.
     cause, kind = next((pair for pair in known if pair[1].status != "unavailable"), known[-1])
-    evidence: dict[str, Any] = (
-        {"class": "rlimit"} if kind.resource == "host" and "host_limit_bytes" in memory else {}
-    )
+    evidence: JsonObject = {}
+    if kind.resource == "host" and "host_limit_bytes" in memory:
+        evidence = {"class": "rlimit"}
     if cause is not error:
         evidence = {
-            "class": "swallowed" if kind.resource in MEMORIES else kind.name,
-            "wrapped_in": _text(error),
+            "class": "swallowed" if kind.resource in MEMORY_ADVICE else kind.source,
+            "wrapped_in": _error_text(error),
         }
-    return _failure(kind, phase, _text(cause), **evidence, **_sizes(str(cause), kind, memory))
+    return _failure(kind, phase, _error_text(cause), **evidence, **_sizes(str(cause), kind, memory))
 
 
 def _failure(kind: Kind, phase: str, text: str, /, **evidence: Any) -> Failure:
     """Return a failure of this kind. The failure's line for people shows the bytes in `evidence`."""
-    named = {"class": kind.name, "resource": kind.resource, **evidence}
-    return Failure(kind.status, _line(kind, phase, named, text), named)
+    facts = {"class": kind.source, "resource": kind.resource, **evidence}
+    return Failure(kind.status, _reason_line(kind, phase, facts, text), facts)
 
 
-def ended(status: str, name: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
-    """Return a failure whose cause is no lack of memory. `name`: the source of the evidence, as evidence["class"]."""
-    return Failure(status, reason, {**evidence, "class": name, "resource": resource})
+def ended(status: str, source: str, reason: str, resource: str = "", **evidence: Any) -> Failure:
+    """Return a failure whose cause is no lack of memory. `source`: the source of the evidence, as evidence["class"]."""
+    return Failure(status, reason, {**evidence, "class": source, "resource": resource})
 
 
 @dataclass(frozen=True)
@@ -178,30 +180,36 @@ class End:
 
 def of_process(end: End) -> Failure:
     """Classify the end of a worker that left no record."""
-    number = -end.code if end.code < 0 else end.code - 128 if end.code > 128 else 0
-    seen: Any = {"returncode": end.code, "oom_kills": end.oom_kills, "system_oom_kills": end.system_oom_kills}
+    signal_number = max(0, end.code - 128)
+    if end.code < 0:
+        signal_number = -end.code
+    observed: Any = {
+        "returncode": end.code,
+        "oom_kills": end.oom_kills,
+        "system_oom_kills": end.system_oom_kills,
+    }
     if end.stopped:
         failure = of_stop(end)
-        return replace(failure, evidence={**seen, **failure.evidence})
-    if number == signal.SIGKILL:
-        near = end.host_peak_bytes >= NEAR_THE_LIMIT * end.host_limit_bytes
-        if end.oom_kills or (end.system_oom_kills and near):
-            return _kernel_kill(end, "killed by the kernel", **seen, inferred=not end.oom_kills)
+        return replace(failure, evidence={**observed, **failure.evidence})
+    if signal_number == signal.SIGKILL:
+        is_near_limit = end.host_peak_bytes >= LEAST_SHARE_NEAR_LIMIT * end.host_limit_bytes
+        if end.oom_kills or (end.system_oom_kills and is_near_limit):
+            return _kernel_kill(end, "killed by the kernel", **observed, inferred=not end.oom_kills)
         text = f"killed by SIGKILL from outside at {end.phase}: the kernel counted no kill for lack of memory"
-        return ended("killed", "signal", text, **seen)
-    if number == signal.SIGBUS and end.shm_free_bytes is not None and end.shm_free_bytes < 2**20:
+        return ended("killed", "signal", text, **observed)
+    if signal_number == signal.SIGBUS and end.shm_free_bytes is not None and end.shm_free_bytes < 2**20:
         kind, text = Kind("oom-host", "shm", "signal"), "SIGBUS, /dev/shm was full"
-        return _failure(kind, end.phase, text, **seen, inferred=True, shm_free_bytes=end.shm_free_bytes)
-    match = LAST_WORDS.search(end.log_tail)
-    if match and (number == signal.SIGABRT or end.code > 0):
-        return _failure(Kind("oom-host", "host", "log"), end.phase, match[0], **seen, text=match[0])
-    name, text = "exit", f"exit {end.code} without a result"
-    if number in set(signal.Signals):
-        name, text = "signal", f"ended by {signal.Signals(number).name}"
+        return _failure(kind, end.phase, text, **observed, inferred=True, shm_free_bytes=end.shm_free_bytes)
+    match = ABORT_LINE.search(end.log_tail)
+    if match and (signal_number == signal.SIGABRT or end.code > 0):
+        return _failure(Kind("oom-host", "host", "log"), end.phase, match[0], **observed, text=match[0])
+    source, text = "exit", f"exit {end.code} without a result"
+    if signal_number in set(signal.Signals):
+        source, text = "signal", f"ended by {signal.Signals(signal_number).name}"
     advice = "its log has what it printed last"
     if not end.code:  # exit code 0, but no record: the method's code has ended the process
         advice = f"look for sys.exit() and os._exit() in the method's file; {advice}"
-    return ended("crash", name, f"{text} at {end.phase}; {advice}", **seen)
+    return ended("crash", source, f"{text} at {end.phase}; {advice}", **observed)
 
 
 def of_rank(failure: Failure, rank: int, world_size: int) -> Failure:
@@ -216,21 +224,19 @@ def of_stop(end: End) -> Failure:
     if end.stopped == "interrupt":
         return ended("interrupted", "interrupt", f"interrupted at {end.phase}")
     if end.stopped == "silence":
-        name, text = (
-            "hang",
-            f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit",
-        )
+        source = "hang"
+        text = f"hangs at {end.phase}: nothing heard for {end.seconds:g} seconds; --timeout sets a limit"
     else:
-        name, advice = "deadline", "lower -l or --steps, or raise --timeout"
+        source, advice = "deadline", "lower -l or --steps, or raise --timeout"
         text = f"ran longer than its {end.seconds:g} seconds, at {end.phase}: {advice}"
-    return ended("timeout", name, text, "time", last_phase=end.phase, seconds=end.seconds)
+    return ended("timeout", source, text, "time", last_phase=end.phase, seconds=end.seconds)
 
 
 def of_killed_child(end: End, reason: str, trace: str) -> Failure | None:
     """Classify a worker's crash as out of host memory if the kernel killed one of the worker's processes; else return
     None. If several runs share a memory group, the killed process may belong to another run. So in a shared group the
     crash's `reason` or `trace` must mention a killed process."""
-    if not end.oom_kills or not (end.owns_group or CHILD_KILLED.search(reason + trace)):
+    if not end.oom_kills or not (end.owns_group or CHILD_KILLED_TEXT.search(reason + trace)):
         return None
     text = f"the kernel killed a process of this run; {reason}"
     return _kernel_kill(end, text, oom_kills=end.oom_kills, inferred=not end.owns_group)
@@ -263,20 +269,22 @@ def _kind(error: BaseException, is_explicit: bool, memory: dict[str, int]) -> Ki
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         in_shm = str(error.filename or "").startswith("/dev/shm") or "shared memory" in text
-        return (
-            Kind("oom-host", "shm", "file system") if in_shm else Kind("does-not-fit", "disk", "file system")
-        )
+        if in_shm:
+            return Kind("oom-host", "shm", "file system")
+        return Kind("does-not-fit", "disk", "file system")
     if isinstance(error, (Exception, MemoryError)) and not isinstance(error, Unavailable):
         for pattern, kind in MESSAGES:
             if re.search(pattern, text):
                 # CUDA gives the same "out of memory" for device memory and for pinned host memory. If more than a
                 # twentieth of the device's memory is free, pinned host memory has run out.
-                is_hosts = memory.get("device_free_bytes", 0) * 20 > memory.get("device_total_bytes", 2**63)
-                return (
-                    Kind("oom-host", "pinned", "ambiguous") if kind.name == "ambiguous" and is_hosts else kind
+                is_device_free = memory.get("device_free_bytes", 0) * 20 > memory.get(
+                    "device_total_bytes", 2**63
                 )
-    left = memory.get("host_limit_bytes", 2**63) - memory.get("host_bytes", 0)
-    if NO_THREAD in text and left < THREAD_BYTES:
+                if kind.source == "ambiguous" and is_device_free:
+                    return Kind("oom-host", "pinned", "ambiguous")
+                return kind
+    left_bytes = memory.get("host_limit_bytes", 2**63) - memory.get("host_bytes", 0)
+    if NO_THREAD_MESSAGE in text and left_bytes < THREAD_BYTES:
         return Kind("oom-host", "host", "thread")
     if "OutOfMemoryError" in types:
         return Kind("oom-device", "device", "allocator")
@@ -291,31 +299,33 @@ def _sizes(text: str, kind: Kind, memory: dict[str, int]) -> dict[str, int]:
     """Return the bytes that were asked for, in use and allowed, as far as the message `text` or `memory` tells them;
     an empty dict if the failure is no lack of memory."""
     sizes: dict[str, int] = {}
-    for name, pattern in SIZES if kind.resource in MEMORIES else ():
+    for name, pattern in SIZE_PATTERNS if kind.resource in MEMORY_ADVICE else ():
         if match := re.search(pattern, text, re.IGNORECASE):
             number, unit = filter(None, match.groups())
-            sizes.setdefault(name, int(float(number) * UNITS[unit.lower()]))
+            sizes.setdefault(name, int(float(number) * UNIT_BYTES[unit.lower()]))
     if kind.resource == "host" and "in_use_bytes" not in sizes:
-        names = {"host_bytes": "in_use_bytes", "host_limit_bytes": "limit_bytes"}
-        sizes |= {name: memory[key] for key, name in names.items() if key in memory}
+        names_in_evidence = {"host_bytes": "in_use_bytes", "host_limit_bytes": "limit_bytes"}
+        sizes |= {name: memory[key] for key, name in names_in_evidence.items() if key in memory}
     return sizes
 
 
-def _line(kind: Kind, phase: str, evidence: dict[str, Any], text: str) -> str:
+def _reason_line(kind: Kind, phase: str, evidence: JsonObject, text: str) -> str:
     """Return a failure's line for people: the memory that ran out, the phase, bytes, what to change, and the original
     message. If no memory ran out, the line is the message and the phase."""
-    if kind.resource not in MEMORIES:
+    if kind.resource not in MEMORY_ADVICE:
         return f"{text} (at {phase})"
-    memory, advice = MEMORIES[kind.resource]
-    requested, used, limit = (evidence.get(f"{name}_bytes") for name in ("asked", "in_use", "limit"))
-    numbers = [f"asked for {gib(requested)}"] if requested else []
-    if used is not None:
-        numbers.append(f"{gib(used)}{f' of {gib(limit)}' if limit else ''} in use")
+    memory, advice = MEMORY_ADVICE[kind.resource]
+    requested_bytes, used_bytes = evidence.get("asked_bytes"), evidence.get("in_use_bytes")
+    limit_bytes = evidence.get("limit_bytes")
+    numbers = [f"asked for {gib(requested_bytes)}"] if requested_bytes else []
+    if used_bytes is not None:
+        of_limit = f" of {gib(limit_bytes)}" if limit_bytes else ""
+        numbers.append(f"{gib(used_bytes)}{of_limit} in use")
     sizes = f": {', '.join(numbers)}" if numbers else ""
     return f"out of {memory} at {phase}{sizes}; {advice} ({text})"
 
 
-def _text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     # the status already says unavailable
     kind = "" if isinstance(error, Unavailable) else f"{type(error).__name__}: "
-    return f"{kind}{' '.join(str(error).split())}"[:TEXT_LENGTH]
+    return f"{kind}{' '.join(str(error).split())}"[:MOST_TEXT_CHARACTERS]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.foreign_file import parsed_json, read_json
-from harness.core.refused_model import RefusedModel
+from harness.base.json_object import JsonObject
+from harness.core.refusals import RefusedModel
 
 FILE = "config.json"
 # For each size of a Workload: the name of its field in a configuration.
@@ -26,21 +27,22 @@ SIZES = {
 }
 # For each field that some families of models name differently in their files: the usual name. transformers accepts
 # both names.
-USUAL = {
+USUAL_NAMES = {
     "n_layer": "num_hidden_layers",
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-WIDTHS = ("intermediate_size", "head_dim", "n_inner")  # fields of widths, which shrink with the hidden size
+# fields of widths, which shrink with the hidden size
+WIDTH_FIELDS = ("intermediate_size", "head_dim", "n_inner")
 # Other fields of whole numbers that this project reads; each may be missing.
-NUMBERS = (*WIDTHS, "num_key_value_heads", "sliding_window", "max_position_embeddings")
-MOST = 10**9  # upper bound of every count, as in harness/core/job.py
+NUMBER_FIELDS = (*WIDTH_FIELDS, "num_key_value_heads", "sliding_window", "max_position_embeddings")
+MOST_COUNT = 10**9  # upper bound of every count, as in harness/core/job.py
 # fields that are lists with an entry for each layer, of any length
-OF_LAYERS = ("layer_types", "no_rope_layers")
+LAYER_LIST_FIELDS = ("layer_types", "no_rope_layers")
 # For a type of model: the values that transformers assumes for sizes that a file leaves out. Gemma 3's models of texts
 # and images leave out most sizes of their part for texts.
-UNSAID = {
+ASSUMED_SIZES = {
     "gemma3_text": {
         "vocab_size": 262208,
         "num_attention_heads": 8,
@@ -50,10 +52,10 @@ UNSAID = {
     }
 }
 # field with the part for texts, in the configuration of a model of texts and images
-TEXT_PART = "text_config"
-TIES = "tie_word_embeddings"
+TEXT_PART_FIELD = "text_config"
+TIES_FIELD = "tie_word_embeddings"
 # Types of models of texts and images that tie their head to their embedding unless their file says otherwise.
-TIED_WHOLES = """
+TIED_MODEL_TYPES = """
 aya_vision blip cohere2_vision deepseek_vl deepseek_vl_hybrid diffusion_gemma ernie4_5_vl_moe flava florence2
 fun_asr_nano gemma3 gemma3n gemma4 gemma4_unified gemma4_unified_assistant glmasr got_ocr2 granite_docling
 granite_speech granite_speech_plus grounding-dino hunyuan_vl hyperclovax_vision_v2 internvl janus kimi_k25 kosmos-2
@@ -62,18 +64,18 @@ paddleocr_vl paligemma pe_audio_video pp_chart2table qwen3_asr shieldgemma2 t5ge
 """
 # For a type of model: the dropout fields whose default in transformers is not 0, with this default.
 GPT2_DROPOUTS = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
-DROPOUTS = {
+ASSUMED_DROPOUTS = {
     "gpt2": GPT2_DROPOUTS,
     "gpt-sw3": GPT2_DROPOUTS,
     "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
 }
 # begin dropout fields of heads that a causal model does not have
-OF_OTHER_HEADS = ("classifier_", "summary_")
-PER_LAYER = "per_layer_config"  # field with settings of single layers, by the layer's number
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OTHER_HEAD_PREFIXES = ("classifier_", "summary_")
+PER_LAYER_FIELD = "per_layer_config"  # field with settings of single layers, by the layer's number
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEAST_WIDTH = 8  # smallest width of a narrowed model; widths are multiples of 8, as kernels need
 # Fields of a configuration that the text in a Workload leaves out, because training does not depend on them.
-LEFT_OUT = {
+UNUSED_FIELDS = {
     "_name_or_path",
     "architectures",
     "auto_map",
@@ -87,15 +89,15 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 ROPE_TYPES_OF_SAMPLES = ("dynamic", "longrope")
 # Fields that choose code for attention or experts, and their values. transformers takes any other value as the name of
 # a repository whose kernels it loads and runs.
-IMPLEMENTATIONS = tuple(
-    name.format(of=of)
-    for of in ("attn", "experts")
-    for name in ("{of}_implementation", "_{of}_implementation", "_{of}_implementation_internal")
+IMPLEMENTATION_FIELDS = tuple(
+    name.format(kind=kind)
+    for kind in ("attn", "experts")
+    for name in ("{kind}_implementation", "_{kind}_implementation", "_{kind}_implementation_internal")
 )
-ATTENTIONS = (None, "sdpa", "eager")
+ATTENTION_NAMES = (None, "sdpa", "eager")
 
 
-def read(path: Path) -> tuple[dict[str, Any], str]:
+def read(path: Path) -> tuple[JsonObject, str]:
     """Return a model's configuration and, for a model of texts and images, the type of the whole model, else "".
     `path`: a file, or a folder with a config.json. The configuration of a model of texts and images is that of the
     model's part for texts. Raises RefusedModel if the file cannot be read, or as checked_config() does."""
@@ -109,7 +111,7 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     return config, "" if config["model_type"] == whole["model_type"] else whole["model_type"]
 
 
-def checked_config(config: Any, source: str) -> dict[str, Any]:
+def checked_config(config: Any, source: str) -> JsonObject:
     """Return the configuration of the causal model, as text_part() does. Raises RefusedModel if the harness cannot
     train this model, or if a field has another type than transformers' configurations give it. `source` names the
     configuration's file in the error."""
@@ -127,55 +129,56 @@ def checked_config(config: Any, source: str) -> dict[str, Any]:
     return text
 
 
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
+def text_part(config: JsonObject) -> JsonObject:
     """Return the part for texts of the configuration or, if there is none, the whole configuration. Fields get their
-    usual names (USUAL), and sizes that are left out get their values (UNSAID). Raises RefusedModel if it is unclear
-    whether the whole model ties its head to its embedding."""
-    part = config.get(TEXT_PART)
+    usual names (USUAL_NAMES), and sizes that are left out get their values (ASSUMED_SIZES). Raises RefusedModel if it
+    is unclear whether the whole model ties its head to its embedding."""
+    part = config.get(TEXT_PART_FIELD)
     if isinstance(part, dict) and isinstance(part.get("model_type"), str):
-        part = part | {TIES: _ties(config, part)}
+        part = part | {TIES_FIELD: _is_tied(config, part)}
     else:
         part = config
-    usual = {USUAL.get(name, name): value for name, value in part.items()}
-    return UNSAID.get(part["model_type"], {}) | usual
+    usual = {USUAL_NAMES.get(name, name): value for name, value in part.items()}
+    return ASSUMED_SIZES.get(part["model_type"], {}) | usual
 
 
-def _ties(whole: dict[str, Any], part: dict[str, Any]) -> bool:
+def _is_tied(whole: JsonObject, part: JsonObject) -> bool:
     """Return whether a model of texts and images ties its head to its embedding. transformers reads the field of the
     whole model. Raises RefusedModel if the part for texts says otherwise, because its files were then written by a
     program that read the part's field."""
-    default = whole["model_type"] in TIED_WHOLES.split()
-    ties, of_part = (default if value is None else value for value in (whole.get(TIES), part.get(TIES)))
-    for value in (ties, of_part):
+    default = whole["model_type"] in TIED_MODEL_TYPES.split()
+    is_tied = default if whole.get(TIES_FIELD) is None else whole[TIES_FIELD]
+    is_part_tied = default if part.get(TIES_FIELD) is None else part[TIES_FIELD]
+    for value in (is_tied, is_part_tied):
         if not isinstance(value, bool):
-            raise RefusedModel("value", field=TIES, expected="true or false", value=f"{value!r:.40}")
-    if part.get(TIES) is not None and of_part != ties:
-        raise RefusedModel("tie", whole=str(ties).lower(), part=str(of_part).lower())
-    return ties
+            raise RefusedModel("value", field=TIES_FIELD, expected="true or false", value=f"{value!r:.40}")
+    if part.get(TIES_FIELD) is not None and is_part_tied != is_tied:
+        raise RefusedModel("tie", whole=str(is_tied).lower(), part=str(is_part_tied).lower())
+    return is_tied
 
 
-def _check_implementations(config: dict[str, Any]) -> None:
+def _check_implementations(config: JsonObject) -> None:
     """Raise RefusedModel if a field names code of attention or experts that is not transformers' own."""
-    for field in IMPLEMENTATIONS:
-        if (value := config.get(field)) not in ATTENTIONS:
-            known = " or ".join(filter(None, ATTENTIONS))
+    for field in IMPLEMENTATION_FIELDS:
+        if (value := config.get(field)) not in ATTENTION_NAMES:
+            known = " or ".join(filter(None, ATTENTION_NAMES))
             raise RefusedModel("attention", field=field, known=known, value=f"{value!r:.60}")
 
 
-def _check_values(config: dict[str, Any]) -> None:
+def _check_values(config: JsonObject) -> None:
     """Raise RefusedModel if a field that this project reads has a value of another type or range."""
     for name in SIZES.values():
         if not _is_count(value := config.get(name)):
             raise RefusedModel("size", field=name, value="none" if value is None else f"{value!r:.40}")
-    for name in NUMBERS:
+    for name in NUMBER_FIELDS:
         value = config.get(name)
-        if name in WIDTHS and isinstance(value, list):
+        if name in WIDTH_FIELDS and isinstance(value, list):
             raise RefusedModel("list-of-widths", field=name)
         if value is not None and not _is_count(value) and (name, value) != ("sliding_window", 0):
             raise RefusedModel(
-                "value", field=name, expected=f"a whole number from 1 to {MOST}", value=f"{value!r:.40}"
+                "value", field=name, expected=f"a whole number from 1 to {MOST_COUNT}", value=f"{value!r:.40}"
             )
-    for name in TOKENS:
+    for name in TOKEN_FIELDS:
         ids = config.get(name)
         if not all(_is_id(number) for number in (ids if isinstance(ids, list) else [ids])):
             raise RefusedModel("value", field=name, expected="a token's number", value=f"{ids!r:.40}")
@@ -190,14 +193,14 @@ def _check_values(config: dict[str, Any]) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNT
 
 
 def _is_id(value: Any) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _check_positions(config: dict[str, Any]) -> None:
+def _check_positions(config: JsonObject) -> None:
     """Raise RefusedModel unless all rotary positions have angles that do not depend on the sample."""
     for kind in rope_types(config):
         if kind not in ROPE_TYPES:
@@ -206,17 +209,18 @@ def _check_positions(config: dict[str, Any]) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def parsed(text: str) -> dict[str, Any]:
+def parsed(text: str) -> JsonObject:
     """Return the configuration that a Workload holds as text. Raises ValueError as checked_config() does."""
     return checked_config(parsed_json(text), "the workload's config")
 
 
-def text_of(config: dict[str, Any]) -> str:
-    """Return the configuration as the text that a Workload holds, without the fields of LEFT_OUT."""
-    return json.dumps({name: value for name, value in config.items() if name not in LEFT_OUT}, sort_keys=True)
+def text_of(config: JsonObject) -> str:
+    """Return the configuration as the text that a Workload holds, without the fields of UNUSED_FIELDS."""
+    used_fields = {name: value for name, value in config.items() if name not in UNUSED_FIELDS}
+    return json.dumps(used_fields, sort_keys=True)
 
 
-def sizes_of(config: dict[str, Any]) -> dict[str, Any]:
+def sizes_of(config: JsonObject) -> JsonObject:
     """Return the configuration's sizes as fields of a Workload."""
     return {field: config[name] for field, name in SIZES.items()}
 
@@ -228,7 +232,7 @@ def inner_size(text: str, hidden_size: int) -> int:
     return int(narrowed(text, 1, hidden_size, 1).get("intermediate_size") or 0)
 
 
-def check_samples(config: dict[str, Any], seq_len: int) -> None:
+def check_samples(config: JsonObject, seq_len: int) -> None:
     """Raise ValueError if a sample of `seq_len` tokens is longer than the model's sliding window. Only a table of
     learned positions bounds a sample otherwise (Anatomy.most_tokens)."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
@@ -239,71 +243,69 @@ def check_samples(config: dict[str, Any], seq_len: int) -> None:
         )
 
 
-def dropouts(config: dict[str, Any]) -> dict[str, float]:
+def dropouts(config: JsonObject) -> dict[str, float]:
     """Return the configuration's dropout probabilities that are not 0, by field, with those that transformers assumes
-    for fields that are left out (DROPOUTS)."""
-    assumed = DROPOUTS.get(config["model_type"], {})
+    for fields that are left out (ASSUMED_DROPOUTS)."""
+    assumed = ASSUMED_DROPOUTS.get(config["model_type"], {})
     return {name: value for name, value in (assumed | config).items() if _is_dropout(name) and value}
 
 
 def _is_dropout(field: str) -> bool:
-    return field.endswith(("dropout", "_pdrop", "_dropout_prob", "layerdrop")) and not field.startswith(
-        OF_OTHER_HEADS
-    )
+    if field.startswith(OTHER_HEAD_PREFIXES):
+        return False
+    return field.endswith(("dropout", "_pdrop", "_dropout_prob", "layerdrop"))
 
 
-def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> JsonObject:
     """Return the configuration changed to these sizes, without dropout. All widths shrink by the same factor as the
     hidden size; the number of heads stays. Lists and tables with an entry for each layer get the number of layers. A
     special token beyond a smaller vocabulary becomes its last one, so a model that has a padding token keeps one."""
     config = json.loads(text)
-    share = hidden_size / config["hidden_size"]
-    for name in WIDTHS:
-        if isinstance(config.get(name), int):
-            config[name] = (
-                config[name] if share == 1 else max(LEAST_WIDTH, int(config[name] * share) // 8 * 8)
-            )
-    of_layers = [
-        name for name, value in config.items() if _is_of_layers(name, value, config["num_hidden_layers"])
-    ]
-    for name in of_layers:
-        kinds = config[name]
+    shrink_factor = hidden_size / config["hidden_size"]
+    for name in WIDTH_FIELDS:
+        if isinstance(config.get(name), int) and shrink_factor != 1:
+            config[name] = max(LEAST_WIDTH, int(config[name] * shrink_factor) // 8 * 8)
+    whole_depth = config["num_hidden_layers"]
+    layer_lists = [name for name, value in config.items() if _is_layer_list(name, value, whole_depth)]
+    for name in layer_lists:
+        entries = config[name]
         # more layers repeat the list
-        config[name] = [kinds[index % len(kinds)] for index in range(num_layers)]
-    if isinstance(tables := config.get(PER_LAYER), dict):
-        config[PER_LAYER] = {index: table for index, table in tables.items() if _is_below(index, num_layers)}
+        config[name] = [entries[index % len(entries)] for index in range(num_layers)]
+    if isinstance(tables := config.get(PER_LAYER_FIELD), dict):
+        kept_tables = {index: table for index, table in tables.items() if _is_below(index, num_layers)}
+        config[PER_LAYER_FIELD] = kept_tables
     if vocab_size < config["vocab_size"]:
-        for name in TOKENS:
-            config[name] = _within(config.get(name), vocab_size)
+        for name in TOKEN_FIELDS:
+            config[name] = _within_vocab(config.get(name), vocab_size)
     config |= {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
     return config | dict.fromkeys(dropouts(config), 0.0)
 
 
-def _is_of_layers(field: str, value: Any, num_layers: int) -> bool:
+def _is_layer_list(field: str, value: Any, num_layers: int) -> bool:
     """True if the field holds a list with an entry for each layer."""
-    if not isinstance(value, list) or not value or field in TOKENS:
+    if not isinstance(value, list) or not value or field in TOKEN_FIELDS:
         return False
-    return field in OF_LAYERS or len(value) == num_layers
+    return field in LAYER_LIST_FIELDS or len(value) == num_layers
 
 
 def _is_below(index: str, num_layers: int) -> bool:
     return not index.isdecimal() or int(index) < num_layers
 
 
-def _within(ids: Any, vocab_size: int) -> Any:
+def _within_vocab(ids: Any, vocab_size: int) -> Any:
     """Return a special token, or a list of such tokens, within a vocabulary of this size."""
     if isinstance(ids, list):
-        return [_within(number, vocab_size) for number in ids]
+        return [_within_vocab(number, vocab_size) for number in ids]
     return ids if ids is None else min(ids, vocab_size - 1)
 
 
-def rope_types(config: dict[str, Any]) -> list[str]:
+def rope_types(config: JsonObject) -> list[str]:
     """Return the types of rotary positions, one for each kind of layer."""
     tables = [table if isinstance(table, dict) else {"rope_type": table} for table in _rope_tables(config)]
     return [str(table.get("rope_type", table.get("type", "default"))) for table in tables]
 
 
-def _rope_tables(config: dict[str, Any]) -> list[Any]:
+def _rope_tables(config: JsonObject) -> list[Any]:
     """Return the settings of rotary positions, one table for each kind of layer. transformers reads the older field
     rope_scaling before rope_parameters, and takes tables within a table for those of kinds of layers."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -312,10 +314,9 @@ def _rope_tables(config: dict[str, Any]) -> list[Any]:
     return nested + [table] * is_flat
 
 
-def rotary_share(config: dict[str, Any]) -> float:
+def rotary_share(config: JsonObject) -> float:
     """Return the share of a head's columns that rotary positions turn, 1 if the configuration does not tell it."""
-    shares = [config, *(table for table in _rope_tables(config) if isinstance(table, dict))]
-    factors = [
-        share for table in shares if isinstance(share := table.get("partial_rotary_factor"), int | float)
-    ]
-    return factors[-1] if factors else 1.0
+    tables = [config, *(table for table in _rope_tables(config) if isinstance(table, dict))]
+    shares = [table.get("partial_rotary_factor") for table in tables]
+    numbers = [share for share in shares if isinstance(share, int | float)]
+    return numbers[-1] if numbers else 1.0

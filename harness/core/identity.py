@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from harness.base.checkout import ROOT
 from harness.base.executed_code import Executed, is_standard, site_folder
-from harness.base.former_names import present_name
+from harness.base.imported_file import present_name
 from harness.core.corpus_files import sampled_hash
 
 # Files that decide how every method is trained and judged, even if the method's file does not import them.

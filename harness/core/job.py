@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.base.checked_data import NO_OTHER_FIELDS
-from harness.base.counted import counted
+from harness.base.console import counted
+from harness.base.foreign_file import NO_OTHER_FIELDS
 from harness.core import hub_config
-from harness.core.anatomy import NUM_LOGITS, Anatomy, anatomy_of
+from harness.core.anatomy import MOST_LOGITS, Anatomy, anatomy_of
 from harness.core.option import UNSAID, opt, unsaid_of
 from harness.core.rates import Rates
 
@@ -243,7 +243,7 @@ class Workload:
         block's gradient in the weights' dtype, and, after the first block, the gradient of the head's matrix."""
         size, tokens = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len
         # tokens of the first block, which is the largest
-        first = min(tokens, max(1, NUM_LOGITS // self.vocab_size))
+        first = min(tokens, max(1, MOST_LOGITS // self.vocab_size))
         logits, later = first * self.vocab_size, min(first, tokens - first) * self.vocab_size
         matrix = size * self.vocab_size * self.hidden_size
         both = (4 if size == 4 else 4 + size) + size * self.anatomy.slopes

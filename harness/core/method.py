@@ -13,13 +13,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hints
 
-from harness.base.imported_file import errors_of, guard
-from harness.base.named_entries import did_you_mean
-from harness.base.registry import FileRegistry
+from harness.base.imported_file import errors_in_one_line, guard
+from harness.base.registry import FileRegistry, did_you_mean
 from harness.core import identity
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, Workload
 from harness.core.option import Option, options_of
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import Unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -89,9 +88,14 @@ class Trained(NamedTuple):
 
 Training = Generator[Step, None, Trained]
 
+# Options of methods that train several models: the number of models and the number of batch sizes.
+OF_SEVERAL_MODELS = ("num_models", "num_batch_sizes")
+# most learning rates among several models: the first is the workload's, each next is half as high
+NUM_RATES = 6
+
 
 # types that these functions of a method must return
-RETURNED = {"plan": Plan, "twin_options": dict, "describe": dict}
+RESULT_TYPES = {"plan": Plan, "twin_options": dict, "describe": dict}
 
 
 class Method(ABC):
@@ -102,7 +106,7 @@ class Method(ABC):
     A method that trains in several processes has an option world_size, 1 by default. Each process runs train() with
     torchrun's environment variables. A process gets the whole batch, trains on its own part of the batch, and yields
     the loss of the whole batch; rank 0 returns the whole tensors. plan() counts the bytes of one rank. A method that
-    trains several models (several_models.py) has the option num_models, 1 by default, and may have num_batch_sizes."""
+    trains several models (workloads_of()) has the option num_models, 1 by default, and may have num_batch_sizes."""
 
     label: ClassVar[str]  # default: the name of the method's file
     color: ClassVar[str] = "#888888"  # in figures of the runs
@@ -138,7 +142,7 @@ class Method(ABC):
         train() is left as it is, because it runs in a process of its own."""
         if "label" not in vars(cls):
             cls.label = cls.__module__.rpartition(".")[2].replace("_", "-")
-        guard(cls, (Unavailable,), RETURNED, but=("train",))
+        guard(cls, (Unavailable,), RESULT_TYPES, unguarded=("train",))
 
     @abstractmethod
     def plan(self, workload: Workload, room: Room) -> Plan:
@@ -243,14 +247,14 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
         if option not in allowed:
             raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
     file = REGISTRY.files(folders)[name]
-    with errors_of(file, "class"):
+    with errors_in_one_line(file, "class"):
         hints = get_type_hints(cls)
     for option, value in options.items():
         if not isinstance(value, hints[option]):
             kind = getattr(hints[option], "__name__", hints[option])
             read = "" if isinstance(value, str) else " (none, true, false and numbers are not read as text)"
             raise ValueError(f"{name}'s option {option} takes {kind}, not {value!r}{read}")
-    with errors_of(file, "__init__()", (Unavailable,)):
+    with errors_in_one_line(file, "__init__()", (Unavailable,)):
         return cls(**options)
 
 
@@ -336,3 +340,20 @@ def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
 def listed(name: str, folders: tuple[Path, ...] = ()) -> identity.Listed:
     """Return the files and folders that source_hash() covers."""
     return identity.Listed.of(REGISTRY.files(folders)[name])
+
+
+def workloads_of(job: Job) -> list[Workload]:
+    """Return the workload of each of the job's models: one model, unless options of OF_SEVERAL_MODELS say more."""
+    return several(job.workload, *(job.options.get(name, 1) for name in OF_SEVERAL_MODELS))
+
+
+def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
+    """Return the workloads of several models, each with its own pair of learning rate and batch size. There are
+    `num_batch_sizes` sizes and NUM_RATES rates, each half of the one before; after the last rate the rates repeat."""
+    workloads = []
+    for number in range(num_models):
+        rate, size = divmod(number, num_batch_sizes)
+        learning_rate = workload.learning_rate / 2 ** (rate % NUM_RATES)
+        batch_size = workload.batch_size >> size
+        workloads.append(dataclasses.replace(workload, learning_rate=learning_rate, batch_size=batch_size))
+    return workloads

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from harness.base.named_entries import did_you_mean
+from harness.base.registry import did_you_mean
 
 # Each row: a fact of machines.yaml, the field of Rates that the fact sets, and the factor from the fact's unit to the
 # field's unit.

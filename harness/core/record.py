@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from harness.base.checked_data import NO_OTHER_FIELDS, checked
-from harness.base.foreign_file import read_json, writable
+from harness.base.foreign_file import NO_OTHER_FIELDS, checked, read_json, writable
 from harness.base.whole_file import write_whole
-from harness.core.anatomy import sized
+from harness.core.anatomy import check_sizes
 from harness.core.job import Job
 
 SCHEMA_VERSION = 1
@@ -304,7 +303,7 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
     records, complaints = {}, []
     for path in folder.glob("log_*.json"):
         try:
-            records[path] = sized(path, Record.read(path))
+            records[path] = check_sizes(path, Record.read(path))
         except ValueError as error:
             complaints.append(str(error))
     ordered: dict[Path, Record] = {}

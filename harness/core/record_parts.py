@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import NotRequired, Required, TypedDict  # noqa: UP035 pydantic refuses typing's before Python 3.12
 
-from harness.base.checked_data import OTHER_FIELDS
+from harness.base.foreign_file import OTHER_FIELDS
 
 Values = list[float | None]  # None in imported logs only
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.base.foreign_file import read_json
 from harness.core.job import Job
 from harness.core.record import LATEST

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import Unavailable
 
 Read = TypeVar("Read")
 # torch 2.13 has renamed these two functions.

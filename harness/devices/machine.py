@@ -1,4 +1,4 @@
-"""Facts of this machine and its software, and its measured rates. This file imports no torch."""
+"""Facts of this machine and its software, and its measured rates. Only tf32_settings() imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import psutil
 
 from harness.base import cgroup
 from harness.base.checkout import ROOT
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.base.whole_file import write_whole
 from harness.core import cpu_cores
 from harness.core.job import Job, Workload
@@ -28,61 +28,21 @@ from harness.core.rates import Rates
 # this machine's measured rates, written by `doctor --calibrate`
 CALIBRATION = ROOT / "results" / "calibration.json"
 # Environment variables that change which kernels the same code runs, or how fast they are.
-KERNEL_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "OMP_THREAD_LIMIT",
-    "OMP_DYNAMIC",
-    "OMP_WAIT_POLICY",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "OMP_SCHEDULE",
-    "GOMP_CPU_AFFINITY",
-    "GOMP_SPINCOUNT",
-    "KMP_AFFINITY",
-    "KMP_BLOCKTIME",
-    "KMP_HW_SUBSET",
-    "KMP_LIBRARY",
-    "MKL_NUM_THREADS",
-    "MKL_DOMAIN_NUM_THREADS",
-    "MKL_DYNAMIC",
-    "MKL_THREADING_LAYER",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "OPENBLAS_NUM_THREADS",
-    "ATEN_CPU_CAPABILITY",
-    "ONEDNN_MAX_CPU_ISA",
-    "DNNL_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "THP_MEM_ALLOC_ENABLE",
-    "LD_PRELOAD",
-    "GLIBC_TUNABLES",
-    "MALLOC_ARENA_MAX",
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_CONF",
-    "TORCH_COMPILE_DISABLE",
-    "TORCHDYNAMO_DISABLE",
-    "NVIDIA_TF32_OVERRIDE",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCH_BLAS_PREFER_CUBLASLT",
-    "TORCH_LINALG_PREFER_CUSOLVER",
-    "DISABLE_ADDMM_CUDA_LT",
-    "TORCH_CUDNN_V8_API_DISABLED",
-    "PYTORCH_TUNABLEOP_ENABLED",
-    "PYTORCH_TUNABLEOP_TUNING",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SHM_DISABLE",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_NCHANNELS",
-)
+KERNEL_VARIABLES_TEXT = """
+OMP_NUM_THREADS OMP_THREAD_LIMIT OMP_DYNAMIC OMP_WAIT_POLICY OMP_PROC_BIND OMP_PLACES OMP_SCHEDULE GOMP_CPU_AFFINITY
+GOMP_SPINCOUNT KMP_AFFINITY KMP_BLOCKTIME KMP_HW_SUBSET KMP_LIBRARY MKL_NUM_THREADS MKL_DOMAIN_NUM_THREADS MKL_DYNAMIC
+MKL_THREADING_LAYER MKL_CBWR MKL_ENABLE_INSTRUCTIONS OPENBLAS_NUM_THREADS ATEN_CPU_CAPABILITY ONEDNN_MAX_CPU_ISA
+DNNL_MAX_CPU_ISA ONEDNN_DEFAULT_FPMATH_MODE DNNL_DEFAULT_FPMATH_MODE THP_MEM_ALLOC_ENABLE LD_PRELOAD GLIBC_TUNABLES
+MALLOC_ARENA_MAX MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_ MALLOC_CONF TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE
+NVIDIA_TF32_OVERRIDE CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
+TORCH_BLAS_PREFER_CUBLASLT TORCH_LINALG_PREFER_CUSOLVER DISABLE_ADDMM_CUDA_LT TORCH_CUDNN_V8_API_DISABLED
+PYTORCH_TUNABLEOP_ENABLED PYTORCH_TUNABLEOP_TUNING PYTORCH_NO_CUDA_MEMORY_CACHING CUDA_LAUNCH_BLOCKING
+CUDA_DEVICE_MAX_CONNECTIONS NCCL_ALGO NCCL_PROTO NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_MAX_NCHANNELS
+NCCL_MIN_NCHANNELS
+"""
+KERNEL_VARIABLES = tuple(KERNEL_VARIABLES_TEXT.split())
+# Environment variables whose value 1 makes CUDA's libraries or torch compute matrix products of fp32 in TF32.
+TF32_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 
@@ -145,7 +105,7 @@ def compared_facts() -> dict[str, str]:
 def host_bytes() -> int:
     """Return the bytes of host memory that this process may use: the machine's memory or, if lower, the limit of the
     process's memory groups."""
-    group = cgroup.current()
+    group = cgroup.current_group()
     limit = group.limit_bytes() if group else None
     return min(psutil.virtual_memory().total, limit or 2**63)
 
@@ -393,3 +353,25 @@ def _commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     return None
+
+
+def tf32_settings() -> list[str]:
+    """Return the settings that make this process compute matrix products on a GPU in TF32; empty if there are none."""
+    import torch
+
+    settings = [f"{name}=1" for name in TF32_VARIABLES if os.environ.get(name) == "1"]
+    products: Any = torch.backends.cuda.matmul
+    # torch before 2.9, which a rented machine may have, knows only the switch allow_tf32.
+    name, tf32 = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
+    if getattr(products, name) == tf32:
+        settings.append(f"torch.backends.cuda.matmul.{name}")
+    return settings
+
+
+def refuse_tf32(device: str, dtype: str) -> None:
+    """Raise ValueError if the run is in fp32 on a GPU, but this process computes in TF32."""
+    if (device, dtype) == ("cuda", "fp32") and (settings := tf32_settings()):
+        raise ValueError(
+            f"expected matrix products in fp32 for --dtype fp32, got TF32 by {' and '.join(settings)}; try without this"
+            " setting, or --dtype bf16"
+        )

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT
-from harness.base.named_entries import entry, entry_files
-from harness.base.registry import Registry
+from harness.base.foreign_file import NO_OTHER_FIELDS
+from harness.base.registry import Registry, files_by_entry, read_entry
 from harness.core.job import GIB, Budget, Room
 from harness.core.rates import Rates, of_facts
 from harness.devices import cuda_budget, machine
@@ -169,7 +168,7 @@ REGISTRY = MachineRegistry("machine", FILE)
 def names(*files: Path) -> list[str]:
     """Return the sorted names of the machines in these files; without files, in all known files. Raises ValueError for
     a name that is not allowed."""
-    sorted_names = sorted(entry_files(files or REGISTRY.paths, EXAMPLE))
+    sorted_names = sorted(files_by_entry(files or REGISTRY.paths, EXAMPLE))
     for name in sorted_names:
         if not NAME.fullmatch(name):  # names become parts of figures' file names
             raise ValueError(
@@ -181,7 +180,7 @@ def names(*files: Path) -> list[str]:
 def load(name: str, *files: Path) -> Machine:
     """Return the machine `name` of these files; without files, of all known files. Raises ValueError if there is no
     such machine (the text names the nearest one) or if its entry has wrong fields (the text names them)."""
-    return entry(Machine, "machine", name, files or REGISTRY.paths, EXAMPLE)
+    return read_entry(Machine, "machine", name, files or REGISTRY.paths, EXAMPLE)
 
 
 def plain(name: str) -> str:
@@ -230,15 +229,17 @@ def _gpu_words(name: str) -> list[str]:
 
 def source(name: str) -> str:
     """Return text for people with the name of a machine and the file that holds its entry."""
-    file = entry_files(REGISTRY.paths, EXAMPLE)[name]
+    file = files_by_entry(REGISTRY.paths, EXAMPLE)[name]
     return f"{name} in {file.name if file == FILE else file}"
 
 
 def options_text(name: str) -> str:
     """Return the options with which a call names this machine: --machine and, if the machine's entry is in a file that
     the caller has added, --machines with this file."""
-    file = entry_files(REGISTRY.paths, EXAMPLE).get(name)
-    return shlex.join(["--machine", name, *(["--machines", str(file)] if file in REGISTRY.added else [])])
+    file = files_by_entry(REGISTRY.paths, EXAMPLE).get(name)
+    return shlex.join(
+        ["--machine", name, *(["--machines", str(file)] if file in REGISTRY.added_paths else [])]
+    )
 
 
 def size_bytes(text: str) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core import method
 from harness.core.job import MOST_LAYERS, Budget, Job, Workload
 from harness.core.record import Gate, Record

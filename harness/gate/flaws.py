@@ -7,10 +7,10 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import Job
+from harness.core.method import workloads_of
 from harness.core.record import PRODUCTS_IN, Record
-from harness.core.several_models import workloads_of
 from harness.gate.evidence import Trial, names_text
 
 # Half the distance from 1 to the next larger float: a smaller step upwards leaves a weight of 1 unchanged. Downwards, a

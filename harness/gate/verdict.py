@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import WEIGHT_DECAY, Workload
 from harness.core.record import VERDICTS, Gate, Record
 from harness.gate import departures, evidence, flaws

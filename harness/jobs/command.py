@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core import method
 from harness.core.job import Budget, Job, Room, Workload, gib
 from harness.core.option import options_of

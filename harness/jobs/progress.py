@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from harness.base.console import is_notebook, print_table, readable, terminal
-from harness.base.counted import counted
+from harness.base.console import counted, is_notebook, print_table, readable, terminal
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices.room import device_limit_bytes, host_limit_bytes

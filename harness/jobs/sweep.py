@@ -222,7 +222,7 @@ class Sweep:
         """`probe`: extent of the gate's probe; None: PROBES. `is_timed`: False if the caller does not need the speed of
         the jobs, so they may share the device with other runs."""
         self.results, self.rerun = results, rerun
-        self.folders = folders or tuple(method.REGISTRY.added)
+        self.folders = folders or tuple(method.REGISTRY.added_paths)
         self.report = report or (lambda event: None)
         self.extent = PROBES if probe is None else probe
         self.is_timed = is_timed

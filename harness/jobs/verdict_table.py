@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.base.whole_file import write_page
 from harness.core.job import Job, Workload
 from harness.core.record import Record

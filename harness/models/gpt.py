@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.core.anatomy import NUM_LOGITS, anatomy_of
+from harness.core.anatomy import MOST_LOGITS, anatomy_of
 from harness.core.cpu_cores import available_cores
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
 from harness.models import weight_files
@@ -118,7 +118,7 @@ class HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         num_tokens, total = len(x), torch.zeros((), device=x.device)
         dx, dweight = torch.empty_like(x), None
-        at_once = max(1, NUM_LOGITS // len(weight))
+        at_once = max(1, MOST_LOGITS // len(weight))
         for start in range(0, num_tokens, at_once):
             block = slice(start, start + at_once)
             loss, dlogits = cross_entropy(F.linear(x[block], weight), targets[block], num_tokens, scale, bend)

@@ -30,11 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from harness.core import hub_config
-from harness.core.anatomy import NEEDS, NUM_INNER, block_tokens
+from harness.core.anatomy import MOST_INNER_ELEMENTS, TRANSFORMERS_MISSING, block_tokens
 from harness.core.hub_config import narrowed
 from harness.core.job import Workload
-from harness.core.refused_model import RefusedModel
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import RefusedModel, Unavailable
 from harness.models import token_blocks
 from harness.models.gpt import DTYPES, Bend, HeadLoss
 from harness.models.grouped_heads import takes_groups
@@ -366,7 +365,7 @@ def library() -> Any:
         import transformers
         from transformers.integrations import sdpa_attention
     except ImportError as error:
-        raise Unavailable(NEEDS) from error
+        raise Unavailable(TRANSFORMERS_MISSING) from error
     transformers.utils.logging.set_verbosity_error()
     may_group = sdpa_attention.use_gqa_in_sdpa
 
@@ -387,7 +386,7 @@ def _set_blocks(workload: Workload, layers: Iterable[nn.Module], base: nn.Module
     layer. Nothing changes if the workload's samples are short."""
     if not (at_once := block_tokens(workload)) or (blocks := workload.anatomy.blocks) is None:
         return
-    most = NUM_INNER // hub_config.inner_size(str(workload.config), workload.hidden_size)
+    most = MOST_INNER_ELEMENTS // hub_config.inner_size(str(workload.config), workload.hidden_size)
     for layer in layers:
         token_blocks.set_blocks(layer, blocks.parts, at_once, most)
     if base is not None:

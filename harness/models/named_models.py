@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.base.checked_data import NO_OTHER_FIELDS
 from harness.base.checkout import ROOT
-from harness.base.named_entries import entries, entry
+from harness.base.foreign_file import NO_OTHER_FIELDS
+from harness.base.registry import read_entries, read_entry
 from harness.core import hub_config
 from harness.core.job import Workload
 
@@ -76,7 +76,7 @@ class ConfiguredModel:
 
 
 def names(file: Path = FILE) -> list[str]:
-    return list(entries(file, EXAMPLE))
+    return list(read_entries(file, EXAMPLE))
 
 
 def several(text: str, file: Path = FILE) -> list[str]:
@@ -95,19 +95,19 @@ def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
     (owner/model), one of an entry's `ids`, or the path of a config.json or of its folder. If `name` has a slash and is
     an existing path, `name` is read as a path. Raises ValueError, which names the nearest models, or tells what is
     wrong with the file."""
-    models = entries(file, EXAMPLE)
+    models = read_entries(file, EXAMPLE)
     known = _known(name, models)
     if known in models and not ("/" in name and Path(name).exists()):
         if "config" not in models[known]:
-            return entry(NamedModel, "model", known, (file,), EXAMPLE)
-        model = entry(ConfiguredModel, "model", known, (file,), EXAMPLE)
+            return read_entry(NamedModel, "model", known, (file,), EXAMPLE)
+        model = read_entry(ConfiguredModel, "model", known, (file,), EXAMPLE)
         return dataclasses.replace(
             model, config=hub_config.checked_config(model.config, str(file)), name=known
         )
     if Path(name).exists() or name.endswith(hub_config.FILE):
         config, whole = hub_config.read(Path(name))
         return ConfiguredModel(config, name=name, part_of=whole)
-    return entry(NamedModel, "model", name, (file,), EXAMPLE)
+    return read_entry(NamedModel, "model", name, (file,), EXAMPLE)
 
 
 def _known(name: str, models: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core import method
 from harness.core.job import GIB, MEMORIES, Budget, Job, Workload, gib
 from harness.core.record import Record

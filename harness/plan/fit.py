@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core import method
 from harness.core.job import Budget, Job, Plan, Room, Workload
-from harness.core.several_models import OF_SEVERAL_MODELS
+from harness.core.method import OF_SEVERAL_MODELS
 from harness.devices import cuda_budget, machine, named_machines
 from harness.devices.room import check_device, imports_text, room_of
 from harness.plan.run_time import run_seconds

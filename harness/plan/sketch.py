@@ -31,7 +31,7 @@ from harness.base.checkout import ROOT
 from harness.base.child_process import limit_memory
 from harness.core import hub_config
 from harness.core.job import Workload
-from harness.core.refused_model import RefusedModel
+from harness.core.refusals import RefusedModel
 from harness.devices.memory_account import NAME
 from harness.devices.memory_rehearsal import without_memory
 from harness.models import model

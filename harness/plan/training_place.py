@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import Budget, Room, Workload, gib
 from harness.core.rates import NEEDED
 from harness.devices import machine, named_machines

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from harness.base import cgroup, executed_code, fork_server
+from harness.base import cgroup, executed_code, fork_server, scratch
 from harness.base.child_process import GPU_ORDER, child_environment
 from harness.base.executed_code import Executed
 from harness.base.imported_file import drop_stale_bytecode
@@ -32,7 +32,7 @@ from harness.devices import budgets, machine
 from harness.devices.device_lock import turn
 from harness.devices.room import host_limit_bytes, warnings_beside
 from harness.plan import run_time
-from harness.run import ranks, scratch
+from harness.run import ranks
 from harness.run.memory_peaks import MemoryPeaks
 
 SAMPLE_SECONDS = 0.1
@@ -130,12 +130,10 @@ class Start:
     identify: Callable[[], Listed]  # returns the present identity of the method's code
     code: Listed  # the identity at the start
     wall: cgroup.Group | None  # the memory group that holds the worker alone
-    group: (
-        cgroup.Group | None
-    )  # the memory group in which the worker is: the wall or, without one, this process's
-    kills: tuple[
-        int, int
-    ]  # processes that the kernel has killed for lack of memory: in the group, on the machine
+    # the memory group in which the worker is: the wall or, without one, this process's
+    group: cgroup.Group | None
+    # processes that the kernel has killed for lack of memory: in the group, on the machine
+    kills: tuple[int, int]
 
     @classmethod
     def now(cls, job: Job, key: str, folders: tuple[Path, ...], wall: cgroup.Group | None) -> Start:
@@ -144,7 +142,7 @@ class Start:
         code = identify()
         for file in code.modified_ns:
             drop_stale_bytecode(file)
-        group = wall or cgroup.current()
+        group = wall or cgroup.current_group()
         return cls(job, key, started, surroundings, identify, code, wall, group, _oom_kills(group))
 
 
@@ -196,7 +194,7 @@ class Child:
     ) -> subprocess.Popen[str] | fork_server.Forked:
         module = "harness.run.ranks" if start.job.world_size > 1 else "harness.run.worker"
         variables = environment(start.job)
-        variables |= {"TMPDIR": str(self.scratch), executed_code.VARIABLE: str(self.notes)}
+        variables |= {"TMPDIR": str(self.scratch), executed_code.NOTES_VARIABLE: str(self.notes)}
         # A memory group counts only memory that is taken inside the group, but a fork brings memory that the server
         # took before. So a worker in a group is a new process, not a fork.
         if start.job.device != "cuda" and not start.wall:
@@ -279,9 +277,8 @@ class Deadline:
 
     def __init__(self, job: Job, child: Child) -> None:
         self.job, self.child = job, child
-        self.stopped = (
-            ""  # why this process stopped the worker, a word of failures.End.stopped; "": not stopped
-        )
+        # why this process stopped the worker, a word of failures.End.stopped; "": not stopped
+        self.stopped = ""
         self.began = self.signalled = time.monotonic()  # nobody can set this clock
 
     def check(self, latest_event: float) -> None:
@@ -329,7 +326,7 @@ def follow(child: Child, events: Events, peaks: MemoryPeaks, deadline: Deadline)
                     if not selector.select(0):
                         peaks.confirm()
                 elif ready and peaks.wall:
-                    peaks.wall.lift()
+                    peaks.wall.lift_limit()
                 deadline.check(events.latest)
             except KeyboardInterrupt:
                 if is_interrupted:

@@ -36,7 +36,7 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
 
 def _build(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
     """Compile what the job's method lacks in a process of its own, and report a failure."""
-    group = cgroup.current()
+    group = cgroup.current_group()
     kills = group.oom_kills() if group else 0
     log = results / log_lines.BUILD_LOG.format(job.method)
     run_logged("harness.run.prepare", [job.method, job.options, list(map(str, folders))], log)

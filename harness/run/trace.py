@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import Job
 from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write_timeline

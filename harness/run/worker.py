@@ -32,7 +32,7 @@ from harness.core import failures, log_lines
 from harness.core.job import Job, Plan
 from harness.core.method import Method, OtherModel, Step, TensorState, Trained, create
 from harness.core.record import Record, wrong_num_models
-from harness.devices import budgets, machine, process_memory, tf32
+from harness.devices import budgets, machine, process_memory
 from harness.devices.room import room_within
 
 if TYPE_CHECKING:
@@ -121,10 +121,10 @@ class Run:
 
         job, self.dialect, bytes_before = self.job, method.log_dialect, process_memory.process_bytes()
         self.inspect_training = inspect_training
-        tf32.refuse_tf32(job.device, job.workload.dtype)
+        machine.refuse_tf32(job.device, job.workload.dtype)
         self.enter("data")
         tokens = data.batches(job.workload, job.steps)
-        self.measured["data_sha256"] = data.sha256(tokens)
+        self.measured["data_sha256"] = data.hash_of_tokens(tokens)
         self.tokens = torch.from_numpy(tokens).to(job.device)  # kept: the peaks of all records count it
         inputs, targets = self.tokens[..., :-1].contiguous(), self.tokens[..., 1:].contiguous()
         self.clock = StepClock(job.device)
@@ -204,7 +204,7 @@ class Run:
         self._collect(wait=True)
         if wrong := self._contradiction(trained):
             raise ValueError(wrong)
-        tf32.refuse_tf32(self.job.device, self.job.workload.dtype)
+        machine.refuse_tf32(self.job.device, self.job.workload.dtype)
         if self.trace:
             self.trace.write(self.clock.marks, self.emit)
         self.measured["moved_bytes"], self.measured["schedule"] = trained.moved_bytes, trained.schedule

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from harness.base.checkout import ROOT
 from harness.base.whole_file import write_whole
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import Unavailable
 
 ENGINES = ROOT / ".venv" / "engines"
 # files of a release's folder: what was installed, or why it was not

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.base.foreign_file import parsed_json, read_text, read_yaml
-from harness.base.named_entries import did_you_mean
+from harness.base.registry import did_you_mean
 
 AUTO = "auto"  # Hugging Face's word for a value that the caller gives
 # value of a method's option until its plan takes it from the configuration; None is a value, too

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from methods.pipeline.transport import gather_messages, join
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from methods.pipeline.batches import Inputs, cast_batch, resize_sample
 from methods.pipeline.cut import (
     LOSS_SCALE,

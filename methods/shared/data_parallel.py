@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import Workload
 
 

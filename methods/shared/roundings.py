@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.base.named_entries import did_you_mean
+from harness.base.registry import did_you_mean
 from harness.models import gpt
 
 ULP = 2.0**-24  # relative rounding error of fp32, in which kernels sum
@@ -118,7 +118,7 @@ def plain_attention(
 @_register
 def head_in_blocks(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
     """Compute the head and the loss for one block of tokens after another."""
-    with replaced(gpt, "NUM_LOGITS", BLOCK_LOGITS):
+    with replaced(gpt, "MOST_LOGITS", BLOCK_LOGITS):
         return backward(inputs, targets)
 
 

@@ -12,8 +12,7 @@ import click
 
 from cli import options
 from cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
-from harness.base.console import print_table
-from harness.base.counted import counted
+from harness.base.console import counted, print_table
 from harness.core.job import Job, Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.record import Record, records_of
 from harness.gate.flaws import untrained
 from harness.gate.verdict import judge, together, unasked

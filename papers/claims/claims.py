@@ -15,10 +15,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from harness.base.checked_data import checked
 from harness.base.checkout import ROOT
-from harness.base.counted import counted
-from harness.base.foreign_file import read_yaml
+from harness.base.console import counted
+from harness.base.foreign_file import checked, read_yaml
 from harness.base.registry import Registry
 from harness.core import method
 from harness.devices import named_machines
@@ -247,10 +246,11 @@ def load(*places: Path) -> list[Claim]:
     """Return the claims of these files and folders. Without arguments, return the added claims or, if none were added,
     this project's. Raises ValueError with one line of text for an invalid file."""
     claims: dict[str, Claim] = {}
-    for path, claim in (pair for place in places or REGISTRY.added or [FOLDER] for pair in _of_place(place)):
-        if claim.id in claims:
-            raise ValueError(f"{path.parent}: claim {claim.id}: the id is taken; try another")
-        claims[claim.id] = claim
+    for place in places or REGISTRY.added_paths or [FOLDER]:
+        for path, claim in _of_place(place):
+            if claim.id in claims:
+                raise ValueError(f"{path.parent}: claim {claim.id}: the id is taken; try another")
+            claims[claim.id] = claim
     return list(claims.values())
 
 

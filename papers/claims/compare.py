@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from harness.base.checkout import ROOT
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import Budget, gib
 from harness.core.record import Record, added_folders, records_of
 from harness.jobs.command import again

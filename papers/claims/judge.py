@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from papers.claims.claims import PAPER_MACHINE, Claim, Point, Shape
 from papers.claims.examine import HOLD, OPEN, Answer, examine, shortened
 from papers.figures import profile as scaled

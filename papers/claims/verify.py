@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.base.console import print_table
-from harness.base.counted import counted
+from harness.base.console import counted, print_table
 from harness.core.record import Record, records_of
 from harness.devices import named_machines
 from papers.claims import claims, judge

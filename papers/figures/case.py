@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from harness.base.checkout import ROOT
-from harness.base.imported_file import errors_of, guard
+from harness.base.imported_file import errors_in_one_line, guard
 from harness.base.registry import FileRegistry
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
@@ -131,7 +131,7 @@ def call(number: int, profile_name: str = "") -> str:
     """Return the command that runs a case; with --cases, if the case's file is not in cases/."""
     command = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
     folder = REGISTRY.files()[number].parent
-    return command if folder == REGISTRY.project else f"{command} --cases {shlex.quote(str(folder))}"
+    return command if folder == REGISTRY.project_path else f"{command} --cases {shlex.quote(str(folder))}"
 
 
 def load(number: int) -> Case:
@@ -147,7 +147,7 @@ def load(number: int) -> Case:
         raise ValueError(f"{path}: metric: expected one of {', '.join(METRICS)}, got {case_class.metric!r}")
     if not case_class.methods:
         raise ValueError(f"{path}: methods: expected names of methods, got none")
-    with errors_of(path, "__init__()"):
+    with errors_in_one_line(path, "__init__()"):
         return case_class()
 
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.base.checked_data import checked
 from harness.base.console import readable
-from harness.base.foreign_file import read_text
+from harness.base.foreign_file import checked, read_text
 from harness.base.whole_file import write_whole
 from harness.core import method
 from harness.core.record import Record

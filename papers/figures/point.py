@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.record import Record
 
 FEWEST_FOR_INTERVAL = 3  # least number of processes that gives an interval

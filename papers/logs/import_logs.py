@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.base.foreign_file import parsed_json
 from harness.core import method
 from harness.core.job import Room, Workload, params_text

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.record import Gate, Record
 
 # Largest allowed distance at equal depth, as a share of the fall of the reference's loss. At 32 layers, the published

@@ -14,7 +14,7 @@ import statistics
 from collections import Counter
 from typing import Any
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.log_lines import INTERVAL

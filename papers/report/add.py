@@ -16,10 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.base.console import readable
-from harness.base.counted import counted
-from harness.base.foreign_archive import LISTABLE, MOST_FILES, read_archive
-from harness.base.foreign_file import parsed_json, read_bytes
+from harness.base.console import counted, readable
+from harness.base.foreign_file import LISTABLE_NAME, MOST_FILES, parsed_json, read_archive, read_bytes
 from harness.base.whole_file import own_folder
 from harness.core.job import params_text
 from harness.core.record import ADDED, Record, added_folders, marks, read_all
@@ -107,7 +105,7 @@ def _of_folder(folder: Path) -> dict[str, bytes]:
         raise ValueError(f"{folder / probe.FOLDER}: expected a folder, got a symbolic link")
     files = {}
     for path in paths:
-        if not LISTABLE.fullmatch(path.name):
+        if not LISTABLE_NAME.fullmatch(path.name):
             raise ValueError(f"{path}: expected a file name of letters, digits, blanks and . , + = @ ~ -")
         try:
             files[path.relative_to(folder).as_posix()] = read_bytes(path)

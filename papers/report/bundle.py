@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from cases import overlap
-from harness.base.counted import counted
-from harness.base.foreign_archive import LISTABLE
-from harness.base.foreign_file import read_text
+from harness.base.console import counted
+from harness.base.foreign_file import LISTABLE_NAME, read_text
 from harness.base.whole_file import check_replaceable, write_whole
 from harness.core import method
 from harness.core.record import STATUSES, VERDICTS, Record, read_all
@@ -151,7 +150,7 @@ def _fill_probes(stage: Path, probes: Path, names: Names) -> None:
 def _listable(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield the paths whose names fit on one line of the manifest; print a line about each other path."""
     for path in paths:
-        if LISTABLE.fullmatch(path.name):
+        if LISTABLE_NAME.fullmatch(path.name):
             yield path
         else:
             problem = "expected a file name of letters, digits, blanks and . , + = @ ~ -"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.record import Record
 from papers.claims import judge
 from papers.claims.examine import OPEN

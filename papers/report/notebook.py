@@ -9,11 +9,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from harness.base import scratch
 from harness.base.checkout import ROOT
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import gib
 from harness.devices import machine
-from harness.run import scratch
 from papers.claims import verify
 from papers.claims.campaign import Campaign, closing_line
 from papers.claims.collect import CaseCall, collect

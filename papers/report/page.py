@@ -19,7 +19,7 @@ from typing import Any
 from pandas import DataFrame
 
 from cases import overlap
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.base.whole_file import check_replaceable, own_folder, write_page
 from harness.core import method
 from harness.core.record import Record, added_folders, read_all

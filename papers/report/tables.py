@@ -13,7 +13,7 @@ from typing import Any
 
 from pandas import DataFrame
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core import method
 from harness.core.job import gib, params_text
 from harness.core.record import Record
@@ -136,7 +136,9 @@ def _run_again(record: Record) -> str:
     """Return the call that measures a record's job once more. If the method's file is not in methods/, the call names
     its folder."""
     file = method.REGISTRY.files().get(record.job.method)
-    added = [] if file is None or file.parent == method.REGISTRY.project else ["--methods", str(file.parent)]
+    added = []
+    if file is not None and file.parent != method.REGISTRY.project_path:
+        added = ["--methods", str(file.parent)]
     return f"{again(record)} {shlex.join([*added, '--rerun'])}"
 
 

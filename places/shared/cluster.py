@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.base.checked_data import checked
-from harness.base.foreign_file import read_yaml
+from harness.base.foreign_file import checked, read_yaml
 from harness.core.failures import End, Failure, ended, of_process
 from harness.core.record import Record
 from harness.run.place import OrderedJob, place_record

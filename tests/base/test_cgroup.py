@@ -67,7 +67,7 @@ V2_MOUNT = "41 31 0:38 ROOT TOP rw,relatime - cgroup2 cgroup2 rw\n"
 def test_the_limit_in_force_is_the_least_on_the_way_up(
     tmp_path: Path, groups: str, mounts: str, files: dict, limit: int | None
 ) -> None:
-    group = cgroup.current(tree(tmp_path, groups, mounts, files))
+    group = cgroup.current_group(tree(tmp_path, groups, mounts, files))
     assert group is not None and group.limit_bytes() == limit
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.base.console import print_table, readable_output
+from harness.base.console import counted, print_table, readable_output
 
 COMMAND = "\x1b]0;owned\x07\x9b2J\u202e"
 SHOWN = "\\x1b]0;owned\\x07\\x9b2J\\u202e"
@@ -35,3 +35,7 @@ def test_a_name_that_is_not_utf8_is_shown(tmp_path: Path) -> None:
         with readable_output():
             print(os.fsdecode(b"log_\xff.txt"))
     assert (tmp_path / "shown").read_text() == "log_\\udcff.txt\n"
+
+
+def test_a_noun_is_singular_where_its_number_is_one() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]

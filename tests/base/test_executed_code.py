@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.base import executed_code
-from harness.base.imported_file import imported
+from harness.base.imported_file import import_file
 from tests.support import forks
 
 # For each case: the code of a function in own.py, and what the notes must then have (None: nothing but own.py).
@@ -77,7 +77,7 @@ def noted(folder: Path) -> dict[str, list[str]]:
         with zipfile.ZipFile(case / "archive.zip", "w") as archive:
             archive.writestr("inside.py", "A = 1\n")
         (case / "own.py").write_text(OWN.format(act=act))
-        os.environ[executed_code.VARIABLE] = str(case / "notes")
+        os.environ[executed_code.NOTES_VARIABLE] = str(case / "notes")
         executed_code.watch()
         sys.path.insert(0, str(case))
         __import__("own").act()
@@ -123,7 +123,7 @@ def test_bytecode_that_is_older_than_its_source_is_not_taken_for_it(tmp_path: Pa
     os.utime(bytecode, ns=(0, second * 10**9 + 2))
     sys.path.insert(0, str(tmp_path))
     try:
-        assert imported("edited_twice", source).A == 2
+        assert import_file("edited_twice", source).A == 2
     finally:
         sys.path.remove(str(tmp_path))
         del sys.modules["edited_twice"]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.base import foreign_archive
-from harness.base.foreign_archive import read_archive
+from harness.base import foreign_file
+from harness.base.foreign_file import read_archive
 from papers.report.add import ENDINGS
 
 DATA = b'{"a": 1}'
@@ -93,7 +93,7 @@ def test_a_file_that_is_not_as_listed_or_not_listed_or_missing_is_named(listed: 
 
 
 def test_a_claimed_size_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_archive, "MOST_BYTES", 100)
+    monkeypatch.setattr(foreign_file, "MOST_MEMBER_BYTES", 100)
     with pytest.raises(ValueError, match="at most 100 bytes, got 101"):
         read(archive(tmp_path / "b.tar.gz", entry("bundle/log_1.json", b"0" * 101)))
 
@@ -102,7 +102,7 @@ def test_what_comes_out_is_limited_whatever_it_was_packed_as(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name of 60 MB in a header packs into 60 KB."""
-    monkeypatch.setattr(foreign_archive, "MOST_UNPACKED", 2**20)
+    monkeypatch.setattr(foreign_file, "MOST_UNPACKED", 2**20)
     sent = archive(tmp_path / "b.tar.gz", entry("bundle/" + "a" * 60_000_000))
     assert sent.stat().st_size < 2**17
     with pytest.raises(ValueError, match="at most 1048576 bytes when unpacked"):
@@ -110,7 +110,7 @@ def test_what_comes_out_is_limited_whatever_it_was_packed_as(
 
 
 def test_the_number_of_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_archive, "MOST_FILES", 3)
+    monkeypatch.setattr(foreign_file, "MOST_FILES", 3)
     with pytest.raises(ValueError, match="at most 3 files"):
         read(archive(tmp_path / "b.tar.gz", *(entry(f"bundle/log_{number}.json") for number in range(3))))
 

@@ -189,11 +189,11 @@ def test_a_fork_that_is_killed_before_it_starts_has_no_number(environment: dict[
         signal.pause()
     forks_of = fork_server.Forks(socket.socketpair()[0])
     end = os.pidfd_open(child)
-    forks_of.running[end] = child, of_caller
-    forks_of.waiting.register(end, selectors.EVENT_READ)
+    forks_of.forks_by_pidfd[end] = child, of_caller
+    forks_of.selector.register(end, selectors.EVENT_READ)
     os.kill(child, signal.SIGKILL)
-    forks_of.waiting.select()
-    forks_of._ended(end)
+    forks_of.selector.select()
+    forks_of._report_end(end)
     os.close(reader)
     with control, open(writer, "w") as stdin, pytest.raises(ConnectionError):
         fork_server.Forked(stdin, control).started()

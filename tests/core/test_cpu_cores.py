@@ -54,7 +54,7 @@ def test_threads_of_one_core_leave_the_gradients_of_attention_as_they_are(kind: 
 @pytest.fixture
 def quota_of_one_core() -> Iterator[Path]:
     """A control group whose processes may take the time of one core and a half; gone afterwards."""
-    group = cgroup.current(controller="cpu")
+    group = cgroup.current_group(controller="cpu")
     folder = group.folder / f"quota-{os.getpid()}" if group else Path("none")
     name, text = (
         ("cpu.cfs_quota_us", "150000") if group and group.version == 1 else ("cpu.max", "150000 100000")

@@ -13,7 +13,7 @@ import torch
 
 from harness.core.data import token_batches
 from harness.core.job import GIB, Budget, Job
-from harness.devices import cuda_budget, tf32
+from harness.devices import cuda_budget, machine
 from harness.devices.streams import Device, num_update_threads
 from harness.gate import inspect_training
 from harness.run import worker
@@ -395,4 +395,4 @@ def test_a_run_in_fp32_does_not_compute_in_tf32(
 @pytest.mark.parametrize("is_on", [True, False])
 def test_an_older_torchs_switch_to_tf32_is_read(monkeypatch: pytest.MonkeyPatch, is_on: bool) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=is_on))
-    assert tf32.tf32_settings() == ["torch.backends.cuda.matmul.allow_tf32"] * is_on
+    assert machine.tf32_settings() == ["torch.backends.cuda.matmul.allow_tf32"] * is_on

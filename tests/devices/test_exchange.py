@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import Unavailable
 from harness.devices import exchange
 from harness.devices.exchange import Ranks, leave_others
 from tests.support.fake_cuda import FakeCuda

@@ -11,8 +11,8 @@ import pytest
 
 from harness.core import method
 from harness.core.job import Job
+from harness.core.method import workloads_of
 from harness.core.record import Record
-from harness.core.several_models import workloads_of
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from tests.support.page import page_blocks

@@ -12,7 +12,7 @@ from harness.core import native_build
 from harness.core.job import Job, Room, Workload
 from harness.core.method import check, create
 from harness.core.record import Record
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import Unavailable
 from harness.gate.probe import Extent
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve

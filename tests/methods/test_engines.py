@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.base.checkout import ROOT
-from harness.base.marked_folder import mark
+from harness.base.scratch import mark
 from harness.core import native_build
 from harness.core.data import token_batches
 from harness.core.job import GIB, Budget, Job, Room, Workload

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from harness.base.executed_code import site_folder
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import Unavailable
 from methods.engines import release
 from methods.engines.release import Release, importing
 from tests.support import forks

@@ -166,12 +166,12 @@ def test_loss_of_the_bf16_model_is_fp32() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_logits", [gpt.NUM_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"]
+    "num_logits", [gpt.MOST_LOGITS, 7 * 101, 1], ids=["one block", "blocks", "token by token"]
 )
 def test_loss_in_blocks_of_tokens_is_torchs_cross_entropy(
     num_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt, "NUM_LOGITS", num_logits)
+    monkeypatch.setattr(gpt, "MOST_LOGITS", num_logits)
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(size, generator=generator).requires_grad_() for size in ((32, 36), (101, 36)))
     targets = torch.randint(0, 101, (32,), generator=generator)

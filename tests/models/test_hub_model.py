@@ -18,7 +18,7 @@ import transformers
 from harness.core import anatomy, hub_config
 from harness.core.data import token_batches
 from harness.core.job import Workload
-from harness.core.refused_model import RefusedModel
+from harness.core.refusals import RefusedModel
 from harness.models import named_models
 from harness.models.model import build
 from tests.support import cli, forks
@@ -195,7 +195,7 @@ def test_more_layers_than_a_model_has_go_on_with_its_kinds(name: str, kinds: lis
 def test_a_token_beyond_a_smaller_vocabulary_is_its_last_one() -> None:
     text = hub_config.text_of(config_of("llama", eos_token_id=[7, 99], bos_token_id=5, pad_token_id=100))
     narrow = hub_config.narrowed(text, 2, 32, 50)
-    assert [narrow[name] for name in hub_config.TOKENS] == [5, [7, 49], 49]
+    assert [narrow[name] for name in hub_config.TOKEN_FIELDS] == [5, [7, 49], 49]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_whole_models_tie_their_heads_by_transformers_defaults() -> None:
             config = cls()
             if config.tie_word_embeddings and hasattr(config.text_config, "model_type"):
                 tied.add(kind)
-    assert tied == {*hub_config.TIED_WHOLES.split()}
+    assert tied == {*hub_config.TIED_MODEL_TYPES.split()}
 
 
 def test_the_dropout_of_a_configuration_is_named() -> None:

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from cli import main
 from cli.job_options import make_jobs
-from harness.base.named_entries import entries
+from harness.base.registry import read_entries
 from harness.core.job import Workload
 from harness.jobs.command import command
 from harness.models import named_models
@@ -188,7 +188,7 @@ def test_ids_as_the_hub_spells_them_are_known(spelled: str, name: str) -> None:
 
 
 def test_no_id_is_that_of_two_models_or_an_entry() -> None:
-    models = entries(named_models.FILE, named_models.EXAMPLE)
+    models = read_entries(named_models.FILE, named_models.EXAMPLE)
     ids = [spelled.rpartition("/")[2] for fields in models.values() for spelled in fields.get("ids", ())]
     assert len({*ids, *models}) == len(ids) + len(models)
 

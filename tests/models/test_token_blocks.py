@@ -36,9 +36,9 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks for all sizes, of layers and of the loss."""
     inner = 80
     for module in (anatomy, hub_model):
-        monkeypatch.setattr(module, "NUM_INNER", 0)
+        monkeypatch.setattr(module, "MOST_INNER_ELEMENTS", 0)
     for module in (anatomy, job, gpt):
-        monkeypatch.setattr(module, "NUM_LOGITS", AT_ONCE * inner)
+        monkeypatch.setattr(module, "MOST_LOGITS", AT_ONCE * inner)
 
 
 def layers(family: str, *, at_once: int, most: int = 0) -> tuple[nn.Module, nn.Module, Tensor]:

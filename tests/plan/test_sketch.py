@@ -12,7 +12,7 @@ import pytest
 
 from harness.core import anatomy
 from harness.core.job import Workload
-from harness.core.refused_model import REASONS
+from harness.core.refusals import REASONS
 from harness.models import named_models
 from harness.plan import sketch
 from tests.support import causal_types, cli

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.base import executed_code, fork_server
+from harness.base import executed_code, fork_server, scratch
 from harness.base.checkout import ROOT
 from harness.base.child_process import ask
 from harness.base.executed_code import Executed
@@ -37,7 +37,6 @@ from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep
 from harness.plan import run_time
 from harness.plan.fit import resolve
-from harness.run import scratch
 from harness.run.launch import (
     SAMPLE_SECONDS,
     Deadline,
@@ -423,7 +422,7 @@ def test_a_folder_of_a_users_own_stays_whatever_its_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (results := tmp_path / f"{scratch.PREFIX}results").mkdir()
+    (results := tmp_path / f"{scratch.NAME_PREFIX}results").mkdir()
     (results / "log_l2l.json").write_text("a record")
     scratch.remove_stale_folders()
     assert (results / "log_l2l.json").read_text() == "a record"

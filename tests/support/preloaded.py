@@ -4,7 +4,7 @@ import gc
 import importlib
 
 from harness.base import fork_server
-from harness.base.checked_data import _adapter
+from harness.base.foreign_file import _adapter
 from harness.core.record import Record
 
 gc.disable()

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.job import Job
+from harness.core.method import workloads_of
 from harness.core.record import Gate, Record, new_stem
-from harness.core.several_models import workloads_of
 from harness.devices import machine
 from harness.plan.fit import resolve
 

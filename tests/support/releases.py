@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.core.unavailable import Unavailable
+from harness.core.refusals import Unavailable
 from methods.engines.release import Release
 from tests.support.packages import missing
 

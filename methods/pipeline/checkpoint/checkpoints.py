@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from harness.base.checked_data import checked
+from harness.base.foreign_file import checked
 from harness.base.json_object import JsonObject
 from harness.core.job import Workload
 from harness.core.method import Step

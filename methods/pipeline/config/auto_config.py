@@ -17,7 +17,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import gib
 from harness.plan.resources import sum_sent
 from methods.pipeline.config.profile import GRADIENT_BYTES, GptCosts, Profile, read_profile

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.base.checked_data import checked
-from harness.base.foreign_file import read_json
+from harness.base.foreign_file import checked, read_json
 from harness.base.whole_file import write_whole
 from harness.core.job import Workload
 from harness.core.rates import Rates

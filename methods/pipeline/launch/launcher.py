@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.base import fork_server
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.base.json_object import JsonObject
 from harness.base.rank_agent import GRACE_SECONDS
 from harness.core.failures import LOST_RANK

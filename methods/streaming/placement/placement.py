@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from harness.base.counted import counted
+from harness.base.console import counted
 from harness.core.job import Plan, Workload
 from harness.plan.resources import parts_sent, sum_sent
 from methods.shared.memory_needs import (

@@ -304,7 +304,7 @@ def test_the_conclusion_says_what_was_measured_where_and_which_claims_hold() -> 
 
 def test_no_page_holds_a_character_that_commands_a_terminal_or_turns_text(written: Path) -> None:
     texts = [path.read_text() for path in written.parent.iterdir() if path.suffix in (".md", ".html", ".csv")]
-    assert len(texts) > 2 and not any(console.COMMANDS.search(text) for text in texts)
+    assert len(texts) > 2 and not any(console.CONTROL_CHARACTERS.search(text) for text in texts)
     assert "\\x1b]0;owned" in (written.parent / "review.md").read_text()
 
 

@@ -2,6 +2,7 @@
 
 Every refusal of a model is a RefusedModel with a code of REASONS, also where transformers or torch raised an error: an
 error of theirs becomes a reason of this table, so a reader is told what the model has, not where a library failed.
+Unavailable is raised for a method or a model that the machine cannot run, such as one that needs a missing package.
 """
 
 from __future__ import annotations
@@ -108,3 +109,8 @@ class RefusedModel(ValueError):
     @property
     def sentence(self) -> str:
         return REASONS[self.code].format(**self.values)
+
+
+class Unavailable(Exception):
+    """Raised if the method or the model cannot run on this machine. The text names the reason and, if a command helps,
+    this command."""
