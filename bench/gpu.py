@@ -36,7 +36,7 @@ from harness.core.identity import source_hash
 from harness.core.job import GIB, Workload, gib
 from harness.core.record import Record, read_all
 from harness.devices import machine
-from harness.run.launch import EXPANDABLE
+from harness.run.launch import EXPANDABLE_SEGMENTS
 
 LIMIT_SECONDS = 540.0  # time limit of a call in seconds, including the call's archive
 GRACE_SECONDS = 25.0  # seconds in which an interrupted step's worker may finish its record
@@ -174,7 +174,7 @@ def steps(scale: Scale, results: Path) -> list[GpuStep]:
 
     facts = (
         "env",
-        f"PYTORCH_ALLOC_CONF={EXPANDABLE}",
+        f"PYTORCH_ALLOC_CONF={EXPANDABLE_SEGMENTS}",
         python,
         "-m",
         "bench.gpu_facts",

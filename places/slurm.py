@@ -34,7 +34,7 @@ from harness.core.record import Record, new_stem
 from harness.devices import machine
 from harness.plan.run_time import deadline_seconds
 from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, PlaceCall, Report
-from harness.run.ranks import of_nodes
+from harness.run.ranks import merge_nodes
 from places.docker import PYTHON, job_mounts, memory_limit
 from places.shared.cluster import ClusterReport, complete, killed, late, num_nodes, options_of, out_of_memory
 from places.shared.slurm_node import node_stem, perform_on_node
@@ -270,7 +270,7 @@ class Slurm(Place):
         slurm_facts = {"job": number, "state": state.name, "exit_code": state.exit_code, "nodes": state.nodes}
         stems = [stem, *(node_stem(logs, stem, index) for index in range(1, self._num_nodes(job)))]
         record_paths = [path for path in (Path(f"{node}.json") for node in stems) if path.exists()]
-        record = of_nodes(list(map(Record.read, record_paths))) if record_paths else None
+        record = merge_nodes(list(map(Record.read, record_paths))) if record_paths else None
         error_files = sorted(logs.glob(f"{number}_*.err"))
         output = "".join(file.read_text(errors="replace")[-2000:] for file in error_files)
         # FAILED says only that srun failed; its standard error says why

@@ -26,7 +26,7 @@ from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.record import Record, new_stem
 from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, PlaceCall, Report, perform, place_record
-from harness.run.ranks import of_nodes
+from harness.run.ranks import merge_nodes
 from places.shared.cluster import killed, num_nodes, unavailable
 from places.shared.torchrun_node import meet
 
@@ -90,7 +90,7 @@ class Torchrun(Place):
         gone_nodes = [
             f"{node} ({peer.host})" for node, peer in enumerate(peers, start=1) if not peer_messages[node - 1]
         ]
-        of_nodes([first_record, *(record for record in records if record.key == ordered.key)]).write(path)
+        merge_nodes([first_record, *(record for record in records if record.key == ordered.key)]).write(path)
         end = killed(first_record.phase, f"node {gone_nodes[0]} is gone") if gone_nodes else None
         hosts = ",".join([socket.gethostname(), *(peer.host for peer in peers)])
         place_record(path, {"on": "torchrun", "nodes": hosts}, {}, end)

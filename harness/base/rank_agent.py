@@ -276,6 +276,12 @@ class OneRound(RankAgent):
         self.interrupt()
 
 
+def num_local_ranks(world_size: int) -> int:
+    """Return how many of `world_size` ranks are on this machine: all ranks, unless the variable PET_NNODES, which
+    torchrun reads, tells a number of machines."""
+    return world_size // int(os.environ.get("PET_NNODES", "1"))
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]

@@ -34,6 +34,12 @@ def make_folder() -> tuple[Path, int]:
             os.close(descriptor)
 
 
+def ranks_folder(record_path: Path) -> Path:
+    """Return the folder in which the ranks of a job write their own records. `record_path`: path of the job's
+    record."""
+    return record_path.with_name(f".ranks-{record_path.stem}")
+
+
 def remove_stale_folders() -> None:
     """Remove the temporary folders of this user's killed runs: the marked folders whose lock no process holds."""
     for folder in Path(tempfile.gettempdir()).glob(f"{NAME_PREFIX}*"):

@@ -27,11 +27,12 @@ import psutil
 
 from harness.base.console import counted
 from harness.base.foreign_file import read_json
+from harness.base.json_object import JsonObject
 from harness.core.job import Job
 from harness.core.record import LATEST
 from harness.devices import machine
 
-Report = Callable[[dict[str, Any]], None]
+Report = Callable[[JsonObject], None]
 # most holders in a .holders file; most characters of a job's text there
 MOST_HOLDERS, MOST_CHARACTERS = 1000, 1000
 
@@ -132,7 +133,7 @@ def wait_seconds(job: Job) -> float:
     return max((_left(sign) for path in _paths(job) for sign in _holders(path)), default=0.0)
 
 
-def _left(sign: dict[str, Any]) -> float:
+def _left(sign: JsonObject) -> float:
     return max(0.0, sign["since"] + sign["foreseen_seconds"] - time.time())
 
 
@@ -146,7 +147,7 @@ def holder(path: Path) -> str:
     return "; ".join(lines) or f"another process has it (fuser {path} names it)"
 
 
-def _holders(path: Path) -> list[dict[str, Any]]:
+def _holders(path: Path) -> list[JsonObject]:
     return [sign for sign in _read(path)["holders"] if psutil.pid_exists(sign["pid"])]
 
 
@@ -185,7 +186,7 @@ def _takes(handle: int, kind: int) -> bool:
     return True
 
 
-def _sign(number: int, job_text: str, foreseen_seconds: float) -> dict[str, Any]:
+def _sign(number: int, job_text: str, foreseen_seconds: float) -> JsonObject:
     return {
         "number": number,
         "pid": os.getpid(),
@@ -200,7 +201,7 @@ def _list(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _changed(path: Path) -> Iterator[dict[str, Any]]:
+def _changed(path: Path) -> Iterator[JsonObject]:
     """Yield the contents of the device's list of holders; after the context write the changed contents back. A list
     that another user owns stays as it is."""
     handle = _open(_list(path))
@@ -216,7 +217,7 @@ def _changed(path: Path) -> Iterator[dict[str, Any]]:
         os.close(handle)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     """Return the contents of the device's list of holders. Anyone may have written the list's file; if the file does
     not have the form of such a list, return an empty list."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -18,31 +18,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from harness.base import cgroup, executed_code, fork_server, scratch
 from harness.base.child_process import GPU_ORDER, child_environment
 from harness.base.executed_code import Executed
 from harness.base.imported_file import drop_stale_bytecode
+from harness.base.json_object import JsonObject
+from harness.base.rank_agent import num_local_ranks
 from harness.core import cpu_cores, failures, log_lines, method
 from harness.core.identity import Listed, code_facts
 from harness.core.job import Job
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
-from harness.devices.device_lock import turn
+from harness.devices.device_lock import Report, turn
 from harness.devices.room import host_limit_bytes, warnings_beside
 from harness.plan import run_time
-from harness.run import ranks
 from harness.run.memory_peaks import MemoryPeaks
 
 SAMPLE_SECONDS = 0.1
 GRACE_SECONDS = 20.0  # seconds from the signal that stops a worker until the worker is killed
-AFTER_TRAINING = ("drain", "inspect", "done")  # phases after training; memory that they take does not count
+# phases after training; memory that they take does not count
+PHASES_AFTER_TRAINING = ("drain", "inspect", "done")
 # Statuses that a worker may report after it was stopped. An interrupted import may raise any exception.
-AFTER_A_STOP = ("interrupted", "crash", "unavailable")
+STATUSES_AFTER_STOP = ("interrupted", "crash", "unavailable")
 LOG_TAIL_BYTES = 4096
-EXPANDABLE = "expandable_segments:True"
-Report = Callable[[dict[str, Any]], None]
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
 def launch(
@@ -64,23 +65,24 @@ def launch(
     If it returns the path of a record, which another process has made, no run starts. The first Ctrl-C lets the worker
     finish its record, a second kills the worker; both are raised again here.
     """
-    with turn(job, report, is_timed, foreseen_seconds) as held:
-        if existing := recorded(first_key := key()):
-            return existing
+    with turn(job, report, is_timed, foreseen_seconds) as device_turn:
+        first_key = key()
+        if existing_path := recorded(first_key):
+            return existing_path
         stem = stem or new_stem(results, job)
         path = Path(f"{stem}.json")
         with open(f"{stem}.txt", "w") as log, memory_wall(job) as wall:
             start = Start.now(job, first_key, folders, wall)
             for text in warnings_beside(job, start.surroundings):
                 report({"event": "warning", "text": text})
-            child = Child(start, path, folders, log, held.descriptors)
+            child = Child(start, path, folders, log, device_turn.descriptors)
             events, deadline = Events("start", report), Deadline(job, child)
             peaks = MemoryPeaks(child.process.pid, job, wall)
             try:
                 follow(child, events, peaks, deadline)
             finally:
                 record = conclude(start, child, events, peaks, deadline)
-                record = dataclasses.replace(record, is_timed=is_timed or not held.is_shared())
+                record = dataclasses.replace(record, is_timed=is_timed or not device_turn.is_shared())
                 record = unless_changed(record, key)
                 record.write(path)
                 last_line = log_lines.end_line(
@@ -96,14 +98,15 @@ def environment(job: Job) -> dict[str, str]:
     On a CPU one thread computes small layers; ranks share the cores; torch does not know a quota of CPU time. CUDA
     numbers GPUs as NVML does. On CUDA torch's allocator grows its segments instead of adding segments, which leaves
     fewer fragments. Other processes cannot share such segments, but no method shares segments."""
-    chosen = dict(GPU_ORDER)
+    variables = dict(GPU_ORDER)
     if job.device == "cuda" and not machine.allocator_settings():
-        chosen["PYTORCH_ALLOC_CONF"] = EXPANDABLE
+        variables["PYTORCH_ALLOC_CONF"] = EXPANDABLE_SEGMENTS
     if job.device != "cuda" and job.world_size == 1 and cpu_cores.is_small(job.workload):
-        chosen["OMP_NUM_THREADS"] = "1"
+        variables["OMP_NUM_THREADS"] = "1"
     elif job.world_size > 1 or cpu_cores.has_quota():
-        chosen["OMP_NUM_THREADS"] = str(max(1, machine.facts()["cores"] // ranks.num_local_ranks(job)))
-    return chosen | child_environment()
+        num_threads = machine.facts()["cores"] // num_local_ranks(job.world_size)
+        variables["OMP_NUM_THREADS"] = str(max(1, num_threads))
+    return variables | child_environment()
 
 
 @contextlib.contextmanager
@@ -126,7 +129,7 @@ class Start:
     job: Job
     key: str
     started: float  # Unix time
-    surroundings: dict[str, Any]  # facts of the machine that may change from run to run
+    surroundings: JsonObject  # facts of the machine that may change from run to run
     identify: Callable[[], Listed]  # returns the present identity of the method's code
     code: Listed  # the identity at the start
     wall: cgroup.Group | None  # the memory group that holds the worker alone
@@ -161,9 +164,8 @@ class Child:
         descriptors of the devices' locks, which the process inherits."""
         self.record, self.log = record, Path(log.name)
         reader, writer = os.pipe()
-        self.scratch, self.lock = (
-            scratch.make_folder()
-        )  # both this process and the child hold the folder's lock
+        # both this process and the child hold the folder's lock
+        self.scratch, self.lock = scratch.make_folder()
         self.notes = self.scratch / "executed"  # file of notes about executed code
         try:
             self.process = self._started(start, log, (writer, *locks, self.lock))
@@ -212,17 +214,17 @@ class Child:
             env=variables,
         )
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
     def end(self, peaks: MemoryPeaks) -> list[Executed]:
         """End all processes of the run, and remove its temporary folders. Return the notes of the executed code."""
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self.process.wait()
-        ranks.end_all(peaks.processes, GRACE_SECONDS)  # ranks have sessions of their own
+        peaks.end_processes(GRACE_SECONDS)  # ranks have sessions of their own
         executed = executed_code.read_notes(self.notes)
-        for folder in (ranks.folder_of(self.record), self.scratch):
+        for folder in (scratch.ranks_folder(self.record), self.scratch):
             shutil.rmtree(folder, ignore_errors=True)
         os.close(self.lock)  # held until here, so that no other run removed the notes
         self.pipe.close()
@@ -241,8 +243,8 @@ class Events:
         self.step_seconds: list[float] = []
         self.record: Record | None = None  # the record that the worker has sent
         # if a rank failed without a record: the event that tells its number and exit code
-        self.failed_rank: dict[str, Any] = {}
-        self.latest = time.monotonic()  # time of the latest event
+        self.failed_rank: JsonObject = {}
+        self.latest_time = time.monotonic()  # time of the latest event
         self._pending, self._unread = b"", list[bytes]()
 
     def feed(self, data: bytes) -> None:
@@ -252,7 +254,7 @@ class Events:
         self._unread += lines
         while self._unread:
             event = json.loads(self._unread.pop(0))
-            self.latest = time.monotonic()
+            self.latest_time = time.monotonic()
             if event["event"] == "record":
                 with contextlib.suppress(ValueError):  # if the record is not valid, obituary() makes another
                     self.record = Record.from_dict(event["record"])
@@ -267,7 +269,7 @@ class Events:
                 self.failed_rank = event
             self.report(event)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonObject:
         """Return the fields of a record whose values are known from the events."""
         return {"phase": self.phase, "losses": self.losses, "step_seconds": self.step_seconds}
 
@@ -279,29 +281,29 @@ class Deadline:
         self.job, self.child = job, child
         # why this process stopped the worker, a word of failures.End.stopped; "": not stopped
         self.stopped = ""
-        self.began = self.signalled = time.monotonic()  # nobody can set this clock
+        self.begin_time = self.signal_time = time.monotonic()  # nobody can set this clock
 
     def check(self, latest_event: float) -> None:
         """Stop a worker that exceeds its time limit or, without --timeout, has sent no event for too long; kill it if
         it does not end within GRACE_SECONDS. `latest_event`: time of its latest event."""
         now, limit = time.monotonic(), self.job.budget.seconds
         if self.stopped:
-            if now - self.signalled > GRACE_SECONDS:
-                self.child.signal(signal.SIGKILL)
-        elif now - self.began > (limit or run_time.deadline_seconds(self.job)):
+            if now - self.signal_time > GRACE_SECONDS:
+                self.child.send_signal(signal.SIGKILL)
+        elif now - self.begin_time > (limit or run_time.deadline_seconds(self.job)):
             self.stop("deadline", signal.SIGTERM)
         elif not limit and now - latest_event > run_time.silence_seconds(self.job):
             self.stop("silence", signal.SIGTERM)
 
     def stop(self, reason: str, number: signal.Signals) -> None:
-        self.stopped, self.signalled = self.stopped or reason, time.monotonic()
-        self.child.signal(number)
+        self.stopped, self.signal_time = self.stopped or reason, time.monotonic()
+        self.child.send_signal(number)
 
     @property
     def seconds(self) -> float:
         """The limit in seconds that the worker exceeded or, if it exceeded none, the limit of the whole run."""
-        limit = run_time.silence_seconds if self.stopped == "silence" else run_time.deadline_seconds
-        return self.job.budget.seconds or limit(self.job)
+        default_limit = run_time.silence_seconds if self.stopped == "silence" else run_time.deadline_seconds
+        return self.job.budget.seconds or default_limit(self.job)
 
 
 def follow(child: Child, events: Events, peaks: MemoryPeaks, deadline: Deadline) -> None:
@@ -320,14 +322,14 @@ def follow(child: Child, events: Events, peaks: MemoryPeaks, deadline: Deadline)
                     if not data:
                         break
                     events.feed(data)
-                if events.phase not in AFTER_TRAINING:
+                if events.phase not in PHASES_AFTER_TRAINING:
                     peaks.confirm()  # training went on after the last sample
                     peaks.sample()
                     if not selector.select(0):
                         peaks.confirm()
                 elif ready and peaks.wall:
                     peaks.wall.lift_limit()
-                deadline.check(events.latest)
+                deadline.check(events.latest_time)
             except KeyboardInterrupt:
                 if is_interrupted:
                     raise
@@ -358,15 +360,15 @@ def observed_end(
 ) -> failures.End:
     """Return the end of the child's process as this process saw it."""
     peaks.sample_shm()
-    in_group, on_machine = _oom_kills(start.group)
+    kills_in_group, kills_on_machine = _oom_kills(start.group)
     return failures.End(
         phase=events.phase,
         code=events.failed_rank["code"] if events.failed_rank else child.process.wait(),
         stopped=deadline.stopped,
         seconds=deadline.seconds,
-        oom_kills=in_group - start.kills[0],
+        oom_kills=kills_in_group - start.kills[0],
         owns_group=bool(start.wall),
-        system_oom_kills=on_machine - start.kills[1],
+        system_oom_kills=kills_on_machine - start.kills[1],
         host_peak_bytes=sum(peaks.bytes.values()),
         host_limit_bytes=host_limit_bytes(start.job.budget, start.job.device) or 0,
         shm_free_bytes=peaks.shm_free_bytes,
@@ -395,7 +397,7 @@ def completed_record(
     record: Record, start: Start, end: failures.End, peaks: MemoryPeaks, executed: list[Executed]
 ) -> Record:
     """Return the record with the facts that only this process knows added: peaks, limits, why the worker ended."""
-    changes: dict[str, Any] = {
+    changes: JsonObject = {
         "peaks": {**record.peaks, **peaks.bytes},
         "machine": {**record.machine, **start.surroundings, **machine.kernel_environment()},
         "software": record.software | code_facts(start.code, executed, start.identify),
@@ -403,7 +405,7 @@ def completed_record(
     if start.wall:
         changes["limits"] = {**record.limits, "host_wall": f"memory group of cgroup v{start.wall.version}"}
     failure, end = None, dataclasses.replace(end, phase=record.phase)
-    if end.stopped and record.status in AFTER_A_STOP:
+    if end.stopped and record.status in STATUSES_AFTER_STOP:
         failure = failures.of_stop(end)
     elif record.status == "crash":
         failure = failures.of_killed_child(end, record.reason, str(record.evidence.get("traceback")))

@@ -14,7 +14,7 @@ from harness.core.job import Job
 from harness.devices import sim
 from harness.run.launch import Report
 
-_tried: set[tuple[object, ...]] = set()  # builds that this process has tried; no build is tried twice
+_tried_builds: set[tuple[object, ...]] = set()  # builds that this process has tried; no build is tried twice
 
 
 def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
@@ -28,13 +28,13 @@ def prepare(job: Job, results: Path, folders: tuple[Path, ...], report: Report) 
     if missing := trained.to_build():
         # two releases of an engine lack libraries of the same name
         identity = tuple(trained.identity().items())
-        if _is_first(missing, report, folders, identity):
-            _build(job, results, folders, report)
-    if job.device == "sim" and (needed := sim.to_build()) and _is_first(needed, report):
+        if _report_first_build(missing, report, folders, identity):
+            _build_method(job, results, folders, report)
+    if job.device == "sim" and (needed := sim.to_build()) and _report_first_build(needed, report):
         run_logged("harness.devices.sim", None, results / log_lines.BUILD_LOG.format("sim"))
 
 
-def _build(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
+def _build_method(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -> None:
     """Compile what the job's method lacks in a process of its own, and report a failure."""
     group = cgroup.current_group()
     kills = group.oom_kills() if group else 0
@@ -49,11 +49,12 @@ def _build(job: Job, results: Path, folders: tuple[Path, ...], report: Report) -
     report({"event": "warning", "text": text})
 
 
-def _is_first(missing: str, report: Report, *of: object) -> bool:
-    """Note and report a build, unless this process has tried it. `of`: what tells apart builds of the same name."""
-    if (missing, *of) in _tried:
+def _report_first_build(missing: str, report: Report, *identity: object) -> bool:
+    """Note and report a build, unless this process has tried it. `identity`: what tells apart builds of the same
+    name."""
+    if (missing, *identity) in _tried_builds:
         return False
-    _tried.add((missing, *of))
+    _tried_builds.add((missing, *identity))
     report({"event": "build", "text": f"building {missing}"})
     return True
 

@@ -14,7 +14,7 @@ from harness.base.foreign_file import checked, read_yaml
 from harness.core.failures import End, Failure, ended, of_process
 from harness.core.record import Record
 from harness.run.place import OrderedJob, place_record
-from harness.run.ranks import followed
+from harness.run.ranks import ended_after_another
 
 # For each status in a job's own record: the statuses that replace this status if the cluster reports them.
 REPLACING_STATUSES = {"interrupted": ("timeout", "killed"), "killed": ("oom-host",), "crash": ("oom-host",)}
@@ -69,7 +69,7 @@ def replacing_end(record: Record, end: Failure) -> Failure | None:
     """Return `end`, the job's end as the cluster reports it, if it must replace the end in the job's record; else
     None."""
     statuses = REPLACING_STATUSES.get(record.status, ())
-    if record.status == "crash" and followed(record):
+    if record.status == "crash" and ended_after_another(record):
         statuses = ("interrupted", "timeout", "killed", "oom-host")
     return end if end.status in statuses else None
 

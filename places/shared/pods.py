@@ -19,7 +19,7 @@ from harness.core import failures, log_lines
 from harness.core.record import Record
 from harness.run.launch import Events
 from harness.run.place import ORDERED, OrderedJob, Report
-from harness.run.ranks import of_nodes
+from harness.run.ranks import merge_nodes
 from places.docker import memory_limit
 from places.shared.cluster import ClusterReport, complete, killed, late, out_of_memory, unavailable
 
@@ -252,7 +252,7 @@ class PodJob:
     def complete(self, is_interrupted: bool, image: str) -> Path:
         """Write the job's record, from the nodes' records and the states of the pods; return its path."""
         end = self.end or self._end(is_interrupted, image)
-        record = of_nodes([self.records[node] for node in sorted(self.records)]) if self.records else None
+        record = merge_nodes([self.records[node] for node in sorted(self.records)]) if self.records else None
         output = "".join(self.output[node] for node in sorted(self.output))
         pods = sorted(self.pods.values(), key=lambda pod: pod.number)
         place = {"on": "kubernetes", "image": image, "nodes": ",".join(pod.node for pod in pods)}
