@@ -127,7 +127,7 @@ class Pool:
         return Event(streams, thread.now, value)
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Event:
-        """Make an update as harness/devices/streams.py does: updates run in the order of the calls, one chunk
+        """Make an update as harness/devices/update_threads.py does: updates run in the order of the calls, one chunk
         after another."""
         tasks = [self.submit(lambda first=first: work(first, first + 1)) for first in range(num_chunks)]
         return Event(self.streams, functools.reduce(self.streams.clock.join, (task.now for task in tasks)))

@@ -229,7 +229,7 @@ class Due:
 
 
 class VirtualWorkers(Pool):
-    """Stands for Workers of harness/devices/streams.py. All threads work together on one update, the one with
+    """Stands for Workers of harness/devices/update_threads.py. All threads work together on one update, the one with
     the earliest deadline among the updates whose gradients have arrived. The order is computed only when somebody waits
     for an update."""
 

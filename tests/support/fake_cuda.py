@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.devices import streams
+from harness.devices import streams, update_threads
 
 HOST = -1  # as a device
 OVERWRITES = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # do not read what they write
@@ -220,7 +220,7 @@ class FakeCuda:
     def _follow_threads(self, patch: pytest.MonkeyPatch) -> None:
         """What a thread hands to another, by work or by its result, it hands with all that it knows."""
         submit, shutdown = ThreadPoolExecutor.submit, ThreadPoolExecutor.shutdown
-        result, update = Future.result, streams.Workers.update
+        result, update = Future.result, update_threads.Workers.update
         cuda, modes, told_in = (
             self,
             (_Functions(self), _CudaOps(self)),
@@ -264,7 +264,7 @@ class FakeCuda:
         patch.setattr(ThreadPoolExecutor, "submit", submitted)
         patch.setattr(ThreadPoolExecutor, "shutdown", ended)
         patch.setattr(Future, "result", resulted)
-        patch.setattr(streams.Workers, "update", updated)
+        patch.setattr(update_threads.Workers, "update", updated)
 
     @contextmanager
     def running(self) -> Iterator[None]:

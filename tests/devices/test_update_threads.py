@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.devices.streams import Workers
+from harness.devices.update_threads import Workers
 from tests.support.until import until
 
 
