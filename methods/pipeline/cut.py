@@ -210,16 +210,16 @@ def _of_inputs_alone(model: nn.Module, graph: fx.Graph) -> set[fx.Node]:
 
 
 def _extract_part(
-    model: nn.Module, whole: fx.Graph, received_nodes: list[fx.Node], sent_nodes: list[fx.Node] | None
+    model: nn.Module, model_graph: fx.Graph, received_nodes: list[fx.Node], sent_nodes: list[fx.Node] | None
 ) -> Part:
     """Return the part that computes the nodes `sent_nodes` from the nodes `received_nodes` and the batch's inputs.
     `sent_nodes`: None: compute the model's result."""
     if sent_nodes is None:
-        result: Any = next(node for node in whole.nodes if node.op == "output").args[0]
+        result: Any = next(node for node in model_graph.nodes if node.op == "output").args[0]
     else:
         result = tuple(sent_nodes)
     graph = fx.Graph()
-    copies = {node: graph.placeholder(f"received_{number}") for number, node in enumerate(received_nodes)}
+    copies = {node: graph.placeholder(f"received_{index}") for index, node in enumerate(received_nodes)}
     needed_nodes: set[fx.Node] = set()
     nodes_to_visit: list[fx.Node] = []
     fx.map_arg(result, nodes_to_visit.append)
@@ -228,10 +228,10 @@ def _extract_part(
         if node not in needed_nodes and node not in copies:
             needed_nodes.add(node)
             nodes_to_visit.extend(node.all_input_nodes)
-    inputs = [node for node in whole.nodes if node in needed_nodes and node.op == "placeholder"]
+    inputs = [node for node in model_graph.nodes if node in needed_nodes and node.op == "placeholder"]
     for node in inputs:
         copies[node] = graph.placeholder(str(node.target))
-    for node in whole.nodes:
+    for node in model_graph.nodes:
         if node in needed_nodes and node not in copies:
             if node.target is cut_here:
                 copies[node] = copies[node.args[0]]
@@ -246,9 +246,9 @@ def run_without_memory(
 ) -> Iterator[tuple[Sequence[Any], int]]:
     """Run the forward passes of the parts, one after the other, on tensors without memory. Yield each part's result and
     its FLOPs."""
-    received: Sequence[Any] = ()
+    received_values: Sequence[Any] = ()
     for part_number, part in enumerate(parts):
-        leaves = [_as_leaf(value) for value in received]
+        leaves = [_as_leaf(value) for value in received_values]
         counter = FlopCounterMode(display=False)
         with counter:
             arguments = (*leaves, *(_to_meta(inputs.get(name)) for name in part.inputs))
@@ -265,8 +265,8 @@ def run_without_memory(
                         " register_buffer() for a module's tensors, and shapes that do not follow from values"
                     ) from error
         is_last = part_number == len(parts) - 1
-        received = (output,) if is_last else output
-        yield received, counter.get_total_flops()
+        received_values = (output,) if is_last else output
+        yield received_values, counter.get_total_flops()
 
 
 @contextmanager

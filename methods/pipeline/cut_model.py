@@ -37,11 +37,11 @@ class CutModel(nn.Module):
         self.cutpoints = [CutPoint() for _ in layers]
         self.workload = workload
         self.shared: list[tuple[str, str]] = []
-        below = dict(self.embedding.named_parameters())
+        embedding_weights = dict(self.embedding.named_parameters())
         for name, _ in list(self.head.named_parameters()):
-            if name in below:
+            if name in embedding_weights:
                 owner, _, leaf = name.rpartition(".")
-                self.head.get_submodule(owner)._parameters[leaf] = below[name]
+                self.head.get_submodule(owner)._parameters[leaf] = embedding_weights[name]
                 self.shared.append((f"embedding.{name}", f"head.{name}"))
 
     def forward(self, inputs: Tensor, targets: Tensor, loss_scale: float = 1.0) -> Tensor:
@@ -53,30 +53,30 @@ class CutModel(nn.Module):
         loss: Tensor = self.head(x, targets, loss_scale)
         return loss
 
-    def init_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill tensors of this model, in place, with their starting values. `named`: each tensor with its name in this
-        model."""
-        initialize(((self._name(name), tensor) for name, tensor in named), self.workload)
+    def init_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill tensors of this model, in place, with their starting values. `named_tensors`: each tensor with its name
+        in this model."""
+        initialize(((self._name(name), tensor) for name, tensor in named_tensors), self.workload)
 
-    def shapes(self, size: int, device: Any = None) -> dict[str, Tensor]:
-        """Return a batch of `size` samples on the meta device, without memory. `device` has no effect."""
-        tokens = torch.empty(size, self.workload.seq_len, dtype=torch.long, device="meta")
+    def shapes(self, num_samples: int, device: Any = None) -> dict[str, Tensor]:
+        """Return a batch of `num_samples` samples on the meta device, without memory. `device` has no effect."""
+        tokens = torch.empty(num_samples, self.workload.seq_len, dtype=torch.long, device="meta")
         return {"inputs": tokens, "targets": tokens}
 
     def of_model(self, tensors: Iterable[TensorState]) -> Iterator[TensorState]:
         """Yield the tensors under their names in the harness's model. A tensor that is shared is yielded once."""
-        seen: set[str] = set()
+        seen_names: set[str] = set()
         for tensor in tensors:
             name = self._name(tensor.name)
-            if name not in seen:
-                seen.add(name)
+            if name not in seen_names:
+                seen_names.add(name)
                 yield tensor._replace(name=name)
 
     def _name(self, cut_name: str) -> str:
         """Return a tensor's name in the harness's model, from its name in this model."""
-        part, _, name = cut_name.partition(".")
+        module_name, _, name = cut_name.partition(".")
         anatomy = self.workload.anatomy
-        if part != "layers":
+        if module_name != "layers":
             return anatomy.ends_prefix + name
-        number, _, within = name.partition(".")
-        return anatomy.layer_name(int(number)) + within
+        layer_number, _, name_in_layer = name.partition(".")
+        return anatomy.layer_name(int(layer_number)) + name_in_layer

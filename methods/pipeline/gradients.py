@@ -100,9 +100,11 @@ class Gradients:
             for pair in self.shared_weights
             if pair.other_stage == groups.stage and pair.name != pair.other_name
         }
-        number_of = {name: number for number, name in enumerate(names)}
+        index_of_name = {name: index for index, name in enumerate(names)}
         self.counted_names = [name for name in self.masters if name not in uncounted]
-        self.norm_indices = torch.tensor([number_of[name] for name in self.counted_names], dtype=torch.long)
+        self.norm_indices = torch.tensor(
+            [index_of_name[name] for name in self.counted_names], dtype=torch.long
+        )
         self.num_names = len(names)
         self.step_grads: list[
             tuple[Tensor | None, int]
@@ -173,17 +175,17 @@ class Gradients:
         numbers. `numbers`: the loss and MeanCheck's numbers. `is_finite`: False for a weight: its norm counts as
         infinite; None: all are finite."""
         grads = self._counted_gradients()
-        whole = torch.zeros(self.num_names + len(numbers), device=numbers.device)
+        norms_and_numbers = torch.zeros(self.num_names + len(numbers), device=numbers.device)
         if grads:
             norms = torch.stack([*torch._foreach_norm(grads, 2, dtype=torch.float32)])
-            whole[self.norm_indices.to(numbers.device)] = (
+            norms_and_numbers[self.norm_indices.to(numbers.device)] = (
                 norms if is_finite is None else norms.where(is_finite, math.inf)
             )
-        whole[self.num_names :] = numbers
+        norms_and_numbers[self.num_names :] = numbers
         if self.groups.pipeline:
-            all_reduce(whole, self.groups.pipeline)
-        _, loss, check_numbers = whole.split([self.num_names, 1, len(numbers) - 1])
-        return loss.clone(), torch.linalg.vector_norm(whole[: self.num_names]), check_numbers
+            all_reduce(norms_and_numbers, self.groups.pipeline)
+        _, loss, check_numbers = norms_and_numbers.split([self.num_names, 1, len(numbers) - 1])
+        return loss.clone(), torch.linalg.vector_norm(norms_and_numbers[: self.num_names]), check_numbers
 
     def remember(self) -> None:
         """Remember the gradients of a step, by their versions, until forget()."""
@@ -218,10 +220,10 @@ def all_reduce(tensor: Tensor, group: Any) -> None:
     try:
         dist.all_reduce(tensor, group=group)
     except RuntimeError as error:
-        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        other_ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         reason = " ".join(str(error).split())
-        text = f"rank {' or '.join(map(str, others))} took no part in a sum: look at its log ({reason})"
-        raise naming_ranks(LostPeer(text), others) from error
+        text = f"rank {' or '.join(map(str, other_ranks))} took no part in a sum: look at its log ({reason})"
+        raise naming_ranks(LostPeer(text), other_ranks) from error
 
 
 def _yield_buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -110,7 +110,10 @@ class Varuna(nn.Module):
         request = ModelToCut(model, self._sample_batch, shared_pairs, cuts, self.dtype, init_weights)
         weights = model.named_parameters(remove_duplicate=False)
         self.weight_shapes = {name: weight.shape for name, weight in weights}
-        self._other_names = {name: other for pair in shared_pairs for name, other in (pair, pair[::-1])}
+        self._other_names: dict[str, str] = {}
+        for name, other_name in shared_pairs:
+            self._other_names[name] = other_name
+            self._other_names[other_name] = name
         setup = set_up_stage(
             request, self.rank_map.num_stages, self.stage, self.micro_batch_sizes, self.device
         )
@@ -256,7 +259,7 @@ class Varuna(nn.Module):
             total += loss
         return total
 
-    def _compute(self, micro_batch: int, received: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _compute(self, micro_batch: int, received_tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run micro-batch `micro_batch` through this stage; return the tensors to send or, on the last stage, the loss.
 
         The loss is multiplied by the loss scale and by the micro-batch's share of the global batch. A model whose
@@ -268,12 +271,12 @@ class Varuna(nn.Module):
         batch_share = self.micro_batch_sizes[micro_batch] / self.batch_size
         inputs = {**self._micro_batches[micro_batch], LOSS_SCALE: batch_share * self.scale.value}
         run_part = self._run_watched_part if self._watch else self._run_part
-        outputs = run_part(part, received, inputs)
+        outputs = run_part(part, received_tensors, inputs)
         if self._watch and self.training and not self._is_compared:
             self._is_compared = True
             self.eval()  # dropout would draw other numbers for a sample alone
             compute = functools.partial(self._run_part, self.parts_by_mode[False])
-            self._mean_check.compare(compute, received, inputs, self.micro_batch_sizes[micro_batch])
+            self._mean_check.compare(compute, received_tensors, inputs, self.micro_batch_sizes[micro_batch])
             self.train()
         if self.stage == self.rank_map.num_stages - 1:
             loss = outputs[0].float().reshape(())
@@ -291,19 +294,21 @@ class Varuna(nn.Module):
                 )
         return outputs
 
-    def _run_part(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
+    def _run_part(self, part: Part, received_tensors: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
         """Return the tensors that the part sends or, on the last stage, the loss."""
         values = (move_value(inputs.get(name), self.device, self.dtype) for name in part.inputs)
-        outputs = part.module(*received, *values)
+        outputs = part.module(*received_tensors, *values)
         if self.stage < self.rank_map.num_stages - 1:
             return outputs
         return [outputs[0] if isinstance(outputs, tuple | list) else outputs]
 
-    def _run_watched_part(self, part: Part, received: Sequence[Tensor], inputs: Inputs) -> Sequence[Any]:
+    def _run_watched_part(
+        self, part: Part, received_tensors: Sequence[Tensor], inputs: Inputs
+    ) -> Sequence[Any]:
         """Return _results(). Raises ValueError if the pass changes what a recompute would change once more."""
         assert self._watch is not None
-        state_before = self._watch.state((received, inputs))
-        outputs = self._run_part(part, received, inputs)
+        state_before = self._watch.state((received_tensors, inputs))
+        outputs = self._run_part(part, received_tensors, inputs)
         if change := self._watch.change(state_before):
             raise ValueError(f"stage {self.stage}: {CHANGES_ERROR} {change}")
         return outputs
@@ -429,19 +434,20 @@ def make_passes(setup: StageSetup, schedule: str, groups: Groups, compute: Compu
     """Return the engine that runs a step's passes: this project's engine for `varuna` or a single stage, otherwise
     torch's engine."""
     note = functools.partial(trace_note, setup.device)
-    stage, num_stages, sizes = setup.stage, setup.num_stages, setup.micro_batch_sizes
+    stage, num_stages, micro_batch_sizes = setup.stage, setup.num_stages, setup.micro_batch_sizes
     if schedule != "varuna" and num_stages > 1:  # all schedules are the same with one stage
         from methods.pipeline.torch_schedules import TorchSchedule  # its imports take a second
 
-        if len(set(sizes)) > 1:
+        if len(set(micro_batch_sizes)) > 1:
             raise ValueError(
-                f"chunk_size: expected micro-batches of one size for {schedule}, got {', '.join(map(str, sizes))}"
+                f"chunk_size: expected micro-batches of one size for {schedule}, got"
+                f" {', '.join(map(str, micro_batch_sizes))}"
             )
         return TorchSchedule(schedule, compute, setup, groups.pipeline, note)
     ranks = groups.rank_map.pipeline(groups.replica)
-    received_specs = [specs_of(setup.received(size), stage - 1) for size in sizes]
+    received_specs = [specs_of(setup.received(size), stage - 1) for size in micro_batch_sizes]
     gradient_specs = []
-    for size in sizes:
+    for size in micro_batch_sizes:
         gradient_specs.append(
             specs_of([tensor for tensor in setup.sent(size) if tensor.requires_grad], stage)
         )
@@ -452,11 +458,11 @@ def make_passes(setup: StageSetup, schedule: str, groups: Groups, compute: Compu
         received_specs,
         gradient_specs,
     )
-    needs_grad = [tensor.requires_grad for tensor in setup.received(sizes[0])]
+    needs_grad = [tensor.requires_grad for tensor in setup.received(micro_batch_sizes[0])]
     return Engine(
         Stage(compute, needs_grad, is_last=setup.is_last, device=str(setup.device)),
         transport,
-        order_of(num_stages, stage, len(sizes)),
+        order_of(num_stages, stage, len(micro_batch_sizes)),
         note=note,
     )
 

@@ -119,29 +119,37 @@ def _units_by_rules(shapes: Sequence[tuple[int, int]]) -> list[Array]:
     is_first[first_rows[:-1]] = is_last[first_rows[1:] - 1] = True
     passes = np.zeros((first_rows[-1], 3 * int(num_passes.max())), np.uint8)
     # by stage: F, R and B begun; next free column of `passes`; slot at which it is free again; kind of its last pass
-    forward, recomputed, backward, next_column, free_at, running_kind = np.zeros((6, first_rows[-1]), int)
+    num_forward, num_recomputed, num_backward, next_column, free_at, running_kind = np.zeros(
+        (6, first_rows[-1]), int
+    )
     slot = 0
-    while (backward < num_passes).any():
+    while (num_backward < num_passes).any():
         is_free = free_at <= slot
         # Numbers of passes that have ended: of the passes that have begun, at most one still runs.
-        ended_forward = forward - (~is_free & (running_kind == F))
-        ended_backward = backward - (~is_free & (running_kind == B))
+        ended_forward = num_forward - (~is_free & (running_kind == F))
+        ended_backward = num_backward - (~is_free & (running_kind == B))
         from_below = np.where(is_first, num_passes, np.roll(ended_forward, 1))
         from_above = np.where(is_last, num_passes, np.roll(ended_backward, -1))
         # Between R and its B a stage runs no other pass, because it keeps only one micro-batch's intermediates.
-        holds = ~is_last & (recomputed > backward)
-        goes_back = is_free & (np.where(is_last, forward, recomputed) > backward) & (from_above > backward)
-        half_done = np.roll(backward, -1)  # how many B the stage above began at least one slot ago
-        recomputes = is_free & ~is_last & ~holds & (half_done > recomputed) & (forward > recomputed)
-        has_input = (from_below > forward) & (forward < num_passes)
+        holds = ~is_last & (num_recomputed > num_backward)
+        goes_back = (
+            is_free
+            & (np.where(is_last, num_forward, num_recomputed) > num_backward)
+            & (from_above > num_backward)
+        )
+        half_done = np.roll(num_backward, -1)  # how many B the stage above began at least one slot ago
+        recomputes = (
+            is_free & ~is_last & ~holds & (half_done > num_recomputed) & (num_forward > num_recomputed)
+        )
+        has_input = (from_below > num_forward) & (num_forward < num_passes)
         goes_on = is_free & ~holds & ~goes_back & ~recomputes & has_input
-        choices = ((F, goes_on, forward), (R, recomputes, recomputed), (B, goes_back, backward))
+        choices = ((F, goes_on, num_forward), (R, recomputes, num_recomputed), (B, goes_back, num_backward))
         for kind, is_chosen, counts in choices:
-            rows = np.flatnonzero(is_chosen)
-            passes[rows, next_column[rows]] = running_kind[rows] = kind
-            next_column[rows] += 1
-            counts[rows] += 1
-            free_at[rows] = slot + SLOTS[KINDS[kind - 1]]
+            chosen_stages = np.flatnonzero(is_chosen)
+            passes[chosen_stages, next_column[chosen_stages]] = running_kind[chosen_stages] = kind
+            next_column[chosen_stages] += 1
+            counts[chosen_stages] += 1
+            free_at[chosen_stages] = slot + SLOTS[KINDS[kind - 1]]
         slot += 1
     return [
         passes[start:end, : 3 * num_micro_batches]

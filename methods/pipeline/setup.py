@@ -130,9 +130,9 @@ def set_up_stage(
 def _first_stages(parts: Sequence[Part]) -> dict[str, int]:
     """Return the number of the first stage that has each weight."""
     stages: dict[str, int] = {}
-    for number, part in enumerate(parts):
+    for stage_number, part in enumerate(parts):
         for name, _ in part.module.named_parameters():
-            stages.setdefault(name, number)
+            stages.setdefault(name, stage_number)
     return stages
 
 
@@ -201,8 +201,8 @@ def _results_by_size(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"expected the model's forward pass to return a loss of one element, got {got}")
-    for number, values in enumerate(lower_results):
-        specs_of(values, number)
+    for stage_number, values in enumerate(lower_results):
+        specs_of(values, stage_number)
     return results_by_size
 
 
@@ -233,9 +233,9 @@ def find_shared(
     use a parameter."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     stages: dict[str, list[int]] = {}
-    for number, part in enumerate(parts):
+    for stage_number, part in enumerate(parts):
         for name, _ in part.module.named_parameters(remove_duplicate=False):
-            stages.setdefault(name, []).append(number)
+            stages.setdefault(name, []).append(stage_number)
     shared_weights = []
     for name, other_name in pairs:
         _check_pair(name, other_name, weights, stages)

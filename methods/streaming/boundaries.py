@@ -86,8 +86,13 @@ class Boundary:
             )
         if self.goes_home:
             self._grow(len(slot_room))
-            done, pairs = self.device.compute.record_event(), [(self.host_room[: len(slot_room)], slot_room)]
-            self.slot.copied_event = copy(self.device, "outbound", "boundary", self.layer_name, [done], pairs)
+            done_event, pairs = (
+                self.device.compute.record_event(),
+                [(self.host_room[: len(slot_room)], slot_room)],
+            )
+            self.slot.copied_event = copy(
+                self.device, "outbound", "boundary", self.layer_name, [done_event], pairs
+            )
         return kept_inputs
 
     @property
@@ -111,10 +116,10 @@ class Boundary:
         """Queue the copy of the inputs from the host into the slot. Their copy to the host is complete: the compute
         stream waited for this copy before it reused the slot."""
         assert self.kept_inputs is not None
-        free = self.device.compute.record_event()
+        free_event = self.device.compute.record_event()
         pairs = [(self.kept_inputs, self.host_room[: len(self.kept_inputs)])]
         self.returned_event = self.slot.copied_event = copy(
-            self.device, "inbound", "boundary", self.layer_name, [free], pairs
+            self.device, "inbound", "boundary", self.layer_name, [free_event], pairs
         )
 
     def _grow(self, num_bytes: int) -> None:

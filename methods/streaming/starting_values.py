@@ -33,7 +33,9 @@ def fill_states(
     """Fill the layers with the starting values that initialize() writes into named fp32 tensors."""
     states_in_memory = [state for state in states if state.shelf is None]
     if states_in_memory:
-        initialize(pair for state in states_in_memory for pair in state.to_draw(state.current))
+        initialize(
+            named_tensor for state in states_in_memory for named_tensor in state.to_draw(state.current)
+        )
         _call_in_threads(states_in_memory, lambda state: state.keep_drawn(state.current))
 
     def begin_visit(state: LayerState, shelf: Shelf) -> Any:

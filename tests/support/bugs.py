@@ -166,7 +166,7 @@ SILENT_BUGS = [
     Bug(
         "boundary_sent_home_before_it_is_in_its_slot",
         BOUNDARIES,
-        '"outbound", "boundary", self.layer_name, [done]',
+        '"outbound", "boundary", self.layer_name, [done_event]',
         '"outbound", "boundary", self.layer_name, []',
         "boundaries 1 slab",
         activations="host",
@@ -174,7 +174,7 @@ SILENT_BUGS = [
     Bug(
         "slot_of_a_boundary_reused_before_the_layer_is_done",
         BOUNDARIES,
-        '"inbound", "boundary", self.layer_name, [free]',
+        '"inbound", "boundary", self.layer_name, [free_event]',
         '"inbound", "boundary", self.layer_name, []',
         "boundaries 1 slab",
         activations="host",

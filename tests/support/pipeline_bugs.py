@@ -25,8 +25,8 @@ BUGS = [
     PipelineBug(
         "norm_counts_the_tied_gradient_twice",
         GRADIENTS,
-        "torch.linalg.vector_norm(whole[: self.num_names])",
-        "torch.linalg.vector_norm(torch.cat([whole[:1], whole[: self.num_names]]))",
+        "torch.linalg.vector_norm(norms_and_numbers[: self.num_names])",
+        "torch.linalg.vector_norm(torch.cat([norms_and_numbers[:1], norms_and_numbers[: self.num_names]]))",
     ),
     PipelineBug(
         "gradient_of_a_replica_dropped",

@@ -139,7 +139,7 @@ def _tensor_bytes(entry: Any) -> int:
         return 0
     if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.properties.dtype, torch.dtype):
         raise ValueError(f"expected only tensors in the checkpoint's table, got a {type(entry).__name__}")
-    if not all(isinstance(size, int) and size >= 0 for size in entry.size):
+    if not all(isinstance(dimension, int) and dimension >= 0 for dimension in entry.size):
         raise ValueError(f"expected sizes from 0 in a tensor's shape, got {tuple(entry.size)}")
     return math.prod(entry.size) * entry.properties.dtype.itemsize
 

@@ -91,49 +91,42 @@ class ConfigRow:
         return max(seconds_by_part, key=lambda part: seconds_by_part[part])
 
 
-def predict_steps(rows: Sequence[ConfigRow]) -> list[float]:
+def predict_steps(configs: Sequence[ConfigRow]) -> list[float]:
     """Return the predicted seconds of a step for each configuration. All configurations must have the same schedule.
 
     If there are many micro-batches, the time is extrapolated from simulations of fewer: once the pipeline is full, each
     further micro-batch takes the same time.
     """
-    numbers_simulated: list[
-        list[int]
-    ] = []  # for each configuration: the numbers of micro-batches that are simulated
+    # for each configuration: the numbers of micro-batches that are simulated
+    simulated_counts: list[list[int]] = []
     pipelines: list[Pipeline] = []
-    for row in rows:
-        full_number = max(2 * row.num_stages, 64)
-        numbers_simulated.append(
-            [full_number // 2, full_number]
-            if row.num_micro_batches > full_number
-            else [row.num_micro_batches]
-        )
-        pipelines += [
-            (row.passes, num_micro_batches, row.send_seconds) for num_micro_batches in numbers_simulated[-1]
-        ]
-    simulated_seconds = iter(simulate_step_seconds(rows[0].schedule, pipelines))
+    for config in configs:
+        full_count = max(2 * config.num_stages, 64)
+        counts = [config.num_micro_batches]
+        if config.num_micro_batches > full_count:
+            counts = [full_count // 2, full_count]
+        simulated_counts.append(counts)
+        pipelines += [(config.passes, count, config.send_seconds) for count in counts]
+    simulated_seconds = iter(simulate_step_seconds(configs[0].schedule, pipelines))
     predicted_seconds = []
-    for row, numbers_of_row in zip(rows, numbers_simulated, strict=True):
-        *half_seconds, seconds = (next(simulated_seconds) for _ in numbers_of_row)
+    for config, counts in zip(configs, simulated_counts, strict=True):
+        *half_seconds, seconds = (next(simulated_seconds) for _ in counts)
         if half_seconds:
-            seconds += (
-                (seconds - half_seconds[0])
-                / (numbers_of_row[1] - numbers_of_row[0])
-                * (row.num_micro_batches - numbers_of_row[1])
-            )
+            num_further = config.num_micro_batches - counts[1]
+            seconds += (seconds - half_seconds[0]) / (counts[1] - counts[0]) * num_further
         # Ranks that wait leave their share of the cores to the ranks that compute.
-        busy_seconds = (
-            row.num_micro_batches * sum(sum(passes.values()) for passes in row.passes) / row.num_stages
-        )
-        seconds = max(seconds, row.crowding * seconds - row.easing_ratio * (seconds - busy_seconds))
-        seconds += row.sum_seconds + row.update_seconds * max(1.0, row.crowding)
-        predicted_seconds.append(max(seconds, row.least_seconds))
+        seconds_of_stages = sum(sum(passes.values()) for passes in config.passes)
+        busy_seconds = config.num_micro_batches * seconds_of_stages / config.num_stages
+        seconds = max(seconds, config.crowding * seconds - config.easing_ratio * (seconds - busy_seconds))
+        seconds += config.sum_seconds + config.update_seconds * max(1.0, config.crowding)
+        predicted_seconds.append(max(seconds, config.least_seconds))
     return predicted_seconds
 
 
-def _with_step_seconds(rows: Sequence[ConfigRow]) -> list[ConfigRow]:
+def _with_step_seconds(configs: Sequence[ConfigRow]) -> list[ConfigRow]:
     return [
-        replace(row, step_seconds=seconds) for row, seconds in zip(rows, predict_steps(rows), strict=True)
+        replace(config, step_seconds=seconds)
+        for config, seconds in zip(configs, predict_steps(configs), strict=True)
     ]
 
 
@@ -176,8 +169,10 @@ class AutoConfig:
             message for message in messages if message.is_one_machine == is_one_machine
         ] or messages
         self._messages = [(message.num_bytes, message.seconds) for message in like_messages]
-        self._rows = [row for chunk_size in self.costs.sizes for row in self._configs_of_size(chunk_size)]
-        if not self._rows:
+        self._configs = [
+            config for chunk_size in self.costs.sizes for config in self._configs_of_size(chunk_size)
+        ]
+        if not self._configs:
             raise ValueError(
                 f"expected a profiled micro-batch size of at most {batch_size}, the batch size, got"
                 f" {', '.join(map(str, self.costs.sizes)) or 'none'}; try to profile smaller micro-batches"
@@ -186,61 +181,63 @@ class AutoConfig:
     def get_min(self) -> ConfigChoice:
         """Return the fastest configuration that fits, as (num_stages, chunk_size, step_seconds). Raises ValueError if
         no configuration fits."""
-        best = self.best()
-        return ConfigChoice(best.num_stages, best.chunk_size, best.step_seconds)
+        best_config = self.best()
+        return ConfigChoice(best_config.num_stages, best_config.chunk_size, best_config.step_seconds)
 
     @property
     def fits(self) -> bool:
-        return any(row.fits for row in self._rows)
+        return any(config.fits for config in self._configs)
 
     def best(self) -> ConfigRow:
         """Return the fastest configuration that fits. Among equally fast configurations take the one with the largest
         micro-batches. If no times are known, take the one with the most stages, and then the smallest micro-batches,
         which keep the stages busy. Raises ValueError if no configuration fits."""
-        fitting_rows = [row for row in self._rows if row.fits]
-        if not fitting_rows:
+        fitting_configs = [config for config in self._configs if config.fits]
+        if not fitting_configs:
             raise ValueError(self.why_not())
         if not self.costs.is_timed:
-            return max(fitting_rows, key=_sort_key_without_times)
-        best: ConfigRow | None = None
-        fitting_rows.sort(key=lambda row: row.least_seconds)
-        for start in range(0, len(fitting_rows), CONFIGS_AT_ONCE):
-            rows = fitting_rows[start : start + CONFIGS_AT_ONCE]
-            if best:
-                rows = [row for row in rows if _may_be_better(row.least_seconds, best)]
-            if not rows:
+            return max(fitting_configs, key=_sort_key_without_times)
+        best_config: ConfigRow | None = None
+        fitting_configs.sort(key=lambda config: config.least_seconds)
+        for start in range(0, len(fitting_configs), CONFIGS_AT_ONCE):
+            configs = fitting_configs[start : start + CONFIGS_AT_ONCE]
+            if best_config:
+                configs = [config for config in configs if _may_be_better(config.least_seconds, best_config)]
+            if not configs:
                 break
-            best = min([*_with_step_seconds(rows), *([best] if best else [])], key=_sort_key)
-        assert best is not None
-        return best
+            timed_configs = _with_step_seconds(configs)
+            best_config = min([*timed_configs, best_config] if best_config else timed_configs, key=_sort_key)
+        assert best_config is not None
+        return best_config
 
     def least(self) -> ConfigRow:
         """Return the configuration that needs the least memory."""
-        least = min(self._rows, key=lambda row: row.device_bytes)
+        least = min(self._configs, key=lambda config: config.device_bytes)
         return _with_step_seconds([least])[0] if self.costs.is_timed else least
 
     def why_not(self) -> str:
         """Return, in one line, why no configuration fits: how much memory is missing for the configuration that needs
         the least, and what to try."""
-        least_row, capacity_bytes = self.least(), self.capacity_bytes or 0
-        remedies = ["more devices" if least_row.num_stages == self.num_gpus else "more CutPoints"]
+        least_config, capacity_bytes = self.least(), self.capacity_bytes or 0
+        remedies = ["more devices" if least_config.num_stages == self.num_gpus else "more CutPoints"]
         remedies += ["smaller micro-batches"] * (
-            least_row.chunk_size > min(row.chunk_size for row in self._rows)
+            least_config.chunk_size > min(config.chunk_size for config in self._configs)
         )
-        lacking_bytes = least_row.device_bytes - capacity_bytes
+        lacking_bytes = least_config.device_bytes - capacity_bytes
+        num_stages_text = counted(least_config.num_stages, "stage")
         return (
-            f"nothing fits: in {counted(least_row.num_stages, 'stage')} of micro-batches of {least_row.chunk_size} a"
-            f" device needs {gib(least_row.device_bytes)} of memory, {gib(lacking_bytes)} more than the"
-            f" {gib(capacity_bytes)} there are; try {', '.join(remedies)}, devices of more memory or a smaller model"
+            f"nothing fits: in {num_stages_text} of micro-batches of {least_config.chunk_size} a device needs"
+            f" {gib(least_config.device_bytes)} of memory, {gib(lacking_bytes)} more than the {gib(capacity_bytes)}"
+            f" there are; try {', '.join(remedies)}, devices of more memory or a smaller model"
         )
 
     def table(self) -> list[ConfigRow]:
         """Return all configurations, the fastest first. Configurations that do not fit come last, those that need the
         least memory first."""
-        return sorted(
-            _with_step_seconds(self._rows),
-            key=lambda row: (not row.fits, *(_sort_key(row) if row.fits else (row.device_bytes,))),
-        )
+        configs = _with_step_seconds(self._configs)
+        fitting_configs = sorted((config for config in configs if config.fits), key=_sort_key)
+        other_configs = [config for config in configs if not config.fits]
+        return [*fitting_configs, *sorted(other_configs, key=lambda config: config.device_bytes)]
 
     def _configs_of_size(self, chunk_size: int) -> Iterator[ConfigRow]:
         """Yield the configurations with micro-batches of `chunk_size` samples, at most one for each number of stages.
@@ -301,22 +298,22 @@ class AutoConfig:
         return seconds * sum_sent(1, num_ranks) / sum_sent(1, nearest_num_ranks)
 
 
-def _sort_key(row: ConfigRow) -> tuple[float, int]:
+def _sort_key(config: ConfigRow) -> tuple[float, int]:
     """Return a sort key: the rounded seconds, then the size of micro-batches, largest first."""
-    return float(f"{row.step_seconds:.9g}"), -row.chunk_size
+    return float(f"{config.step_seconds:.9g}"), -config.chunk_size
 
 
-def _may_be_better(seconds: float, best: ConfigRow) -> bool:
+def _may_be_better(seconds: float, best_config: ConfigRow) -> bool:
     """Return whether a configuration whose step takes at least `seconds`, perhaps more, can still be better than
-    `best`."""
-    return float(f"{seconds:.9g}") <= _sort_key(best)[0]
+    `best_config`."""
+    return float(f"{seconds:.9g}") <= _sort_key(best_config)[0]
 
 
-def _sort_key_without_times(row: ConfigRow) -> tuple[int, int]:
+def _sort_key_without_times(config: ConfigRow) -> tuple[int, int]:
     """Return a sort key for use without times; the row with the largest key is chosen. This row has the most stages and
     then the smallest micro-batches. Among rows with a single stage, the one with the largest micro-batches is chosen,
     because small ones would gain nothing."""
-    return row.num_stages, -row.chunk_size if row.num_stages > 1 else row.chunk_size
+    return config.num_stages, -config.chunk_size if config.num_stages > 1 else config.chunk_size
 
 
 def _interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: int) -> float:

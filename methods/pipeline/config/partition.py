@@ -43,8 +43,10 @@ class GptStage:
     def __str__(self) -> str:
         names = ["embedding"] * self.is_first
         if self.num_layers:
-            last = self.first_layer + self.num_layers - 1
-            names.append(f"layers {self.first_layer} to {last}" if self.num_layers > 1 else f"layer {last}")
+            last_layer = self.first_layer + self.num_layers - 1
+            names.append(
+                f"layers {self.first_layer} to {last_layer}" if self.num_layers > 1 else f"layer {last_layer}"
+            )
         return " and ".join([*names, *["head"] * self.is_last])
 
 

@@ -31,7 +31,8 @@ PROFILE_FILE = "profile.json"
 GRADIENT_BYTES = 4  # bytes per parameter of the gradients that replicas sum
 # Bytes per parameter, by dtype: weight, gradient and Adam's state.
 STATE_BYTES = {
-    dtype: size + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype] for dtype, size in (("fp32", 4), ("fp16", 2))
+    dtype: weight_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[dtype]
+    for dtype, weight_bytes in (("fp32", 4), ("fp16", 2))
 }
 
 
@@ -124,34 +125,37 @@ class Profile:
         """Return the sizes of micro-batches, in samples, for which every section has a cost."""
         return sorted(set.intersection(*({cost.size for cost in section.costs} for section in self.sections)))
 
-    def costs_at(self, size: int) -> list[SectionCost]:
-        """Return each section's cost for micro-batches of `size` samples."""
-        return [next(cost for cost in section.costs if cost.size == size) for section in self.sections]
+    def costs_at(self, chunk_size: int) -> list[SectionCost]:
+        """Return each section's cost for micro-batches of `chunk_size` samples."""
+        return [next(cost for cost in section.costs if cost.size == chunk_size) for section in self.sections]
 
-    def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
-        """Return, for each number of stages in `numbers`, the cuts that make the longest stage as short as possible. A
-        number for which there are no possible cuts is left out."""
-        costs = self.costs_at(size)
+    def cuts(self, chunk_size: int, stage_counts: Collection[int]) -> dict[int, list[int]]:
+        """Return, for each number of stages in `stage_counts`, the cuts that make the longest stage as short as
+        possible. A number for which there are no possible cuts is left out."""
+        costs = self.costs_at(chunk_size)
         seconds_below = [
             cost.forward_seconds + cost.recompute_seconds + cost.backward_seconds for cost in costs
         ]
         seconds_of_last = [cost.recompute_seconds + cost.backward_seconds for cost in costs]
         has_parameters = [section.num_params > 0 for section in self.sections]
         groupings = enumerate(group_sections(seconds_below, seconds_of_last, has_parameters), start=1)
-        return {number: cuts for number, cuts in groupings if cuts is not None and number in numbers}
+        cuts_by_stages = {num_stages: cuts for num_stages, cuts in groupings if cuts is not None}
+        return {num_stages: cuts for num_stages, cuts in cuts_by_stages.items() if num_stages in stage_counts}
 
-    def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
-        """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of
-        all replicas."""
-        costs, num_micro_batches = self.costs_at(size), -(-batch_size // num_replicas // size)
+    def stages(
+        self, chunk_size: int, cuts: Sequence[int], batch_size: int, num_replicas: int
+    ) -> list[StageCost]:
+        """Return the costs of each stage between these cuts. `chunk_size`: samples of a micro-batch. `batch_size`:
+        samples of all replicas."""
+        costs, num_micro_batches = self.costs_at(chunk_size), -(-batch_size // num_replicas // chunk_size)
         starts, stages = [0, *(cut + 1 for cut in cuts)], []
-        for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
+        for stage_number, (start, end) in enumerate(zip(starts, [*starts[1:], len(costs)], strict=True)):
             sections, stage_costs = self.sections[start:end], costs[start:end]
             num_params, is_last = sum(section.num_params for section in sections), end == len(costs)
             # A stage keeps the tensors that it has received for all micro-batches. The last stage completes each
             # micro-batch at once, so it keeps the tensors of a single one.
             num_kept = 1 if is_last else num_micro_batches
-            received_bytes = costs[start - 1].activation_bytes * num_kept if number else 0
+            received_bytes = costs[start - 1].activation_bytes * num_kept if stage_number else 0
             summed_bytes = min(BUCKET_BYTES, GRADIENT_BYTES * num_params) if num_replicas > 1 else 0
             state_bytes = STATE_BYTES["fp16" if self.fp16 else "fp32"] * num_params
             stages.append(
@@ -232,36 +236,38 @@ class GptCosts:
         num_bytes = self._sent_bytes(1)
         return [Message(False, num_bytes, num_bytes / self.network)] if math.isfinite(self.network) else []
 
-    def cuts(self, size: int, numbers: Collection[int]) -> dict[int, list[int]]:
-        """Return, for each possible number of stages among `numbers`, the cuts that make the longest stage as short as
-        possible. Cut n is after layer n."""
+    def cuts(self, chunk_size: int, stage_counts: Collection[int]) -> dict[int, list[int]]:
+        """Return, for each possible number of stages among `stage_counts`, the cuts that make the longest stage as
+        short as possible. Cut n is after layer n."""
         # at most one stage for each layer, and one for the head
         possible_numbers = range(1, self.workload.num_layers + 2)
         cuts = {}
-        for num_stages in numbers:
+        for num_stages in stage_counts:
             if num_stages in possible_numbers:
                 stages = gpt_stages(self.workload, num_stages)
                 cuts[num_stages] = [stage.layers.stop - 1 for stage in stages[:-1]]
         return cuts
 
-    def stages(self, size: int, cuts: Sequence[int], batch_size: int, num_replicas: int) -> list[StageCost]:
-        """Return the costs of each stage between these cuts. `size`: samples of a micro-batch. `batch_size`: samples of
-        all replicas."""
+    def stages(
+        self, chunk_size: int, cuts: Sequence[int], batch_size: int, num_replicas: int
+    ) -> list[StageCost]:
+        """Return the costs of each stage between these cuts. `chunk_size`: samples of a micro-batch. `batch_size`:
+        samples of all replicas."""
         batch_workload = replace(self.workload, batch_size=batch_size, micro_batches=1)
         stages, costs = gpt_stages(self.workload, len(cuts) + 1), []
-        shape = PipelineShape(len(stages), num_replicas, size, self.schedule)
+        shape = PipelineShape(len(stages), num_replicas, chunk_size, self.schedule)
         for stage_number, stage in enumerate(stages):
             needed_bytes = stage_bytes(batch_workload, stage, stage_number, shape)
             num_params = stage.num_params(self.workload)
             passes, update_seconds = dict.fromkeys(SLOTS, 0.0), 0.0
             if self.rates:
-                passes = passes_of(self.workload, stage, size, self.rates, self.num_sharing)
+                passes = passes_of(self.workload, stage, chunk_size, self.rates, self.num_sharing)
                 update_seconds = device_update_seconds(num_params, self.workload, self.rates)
                 update_seconds *= self.num_sharing
             if stage.is_last and self.schedule == "varuna":
                 # the last stage does not recompute: its forward pass keeps what backward needs
                 passes["R"] = 0.0
-            sent_bytes = 0 if stage.is_last else self._sent_bytes(size)
+            sent_bytes = 0 if stage.is_last else self._sent_bytes(chunk_size)
             copied_seconds = 0.0
             if self.schedule == "varuna" and self.rates and not self.rates.is_host:
                 # elsewhere NCCL needs no copies
@@ -273,5 +279,5 @@ class GptCosts:
             )
         return costs
 
-    def _sent_bytes(self, size: int) -> int:
-        return replace(self.workload, batch_size=size, micro_batches=1).boundary_bytes
+    def _sent_bytes(self, chunk_size: int) -> int:
+        return replace(self.workload, batch_size=chunk_size, micro_batches=1).boundary_bytes

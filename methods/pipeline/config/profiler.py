@@ -119,7 +119,9 @@ class Profiler:
         if not sizes or sizes[0] < 1:
             raise ValueError(f"microbatches: expected sizes of at least 1, got {sizes}")
         batches = {size: cast_batch(get_batch(size), self.dtype) for size in sizes}
-        num_params = [sum(weight.numel() for weight in part.module.parameters()) for part in self.sections]
+        num_params = [
+            sum(weight.numel() for weight in section.module.parameters()) for section in self.sections
+        ]
         self._check_sections(batches)
         self._measure_sections(batches)
         costs, update_medians = self._gather_costs(), self._gather_update_medians()
@@ -129,8 +131,8 @@ class Profiler:
             messages = self._time_messages(_least_middle_most(sent_sizes), batches)
             sums = self._time_sums(min(BUCKET_BYTES, max(4 * sum(num_params), 64)))
         sections = [
-            Section(count, update_medians.get(number, 0.0), costs.get(number, []))
-            for number, count in enumerate(num_params)
+            Section(count, update_medians.get(section_number, 0.0), costs.get(section_number, []))
+            for section_number, count in enumerate(num_params)
         ]
         profile = Profile(
             self.fp16, device_tensor_bytes(self.device), sections, messages, sums, *self._measure_crowding()
@@ -150,8 +152,8 @@ class Profiler:
             for size, batch in batches.items()
         }
         for returned in self._returned_values.values():
-            for number, values in enumerate(returned[:-1]):
-                specs_of(values, number)
+            for section_number, values in enumerate(returned[:-1]):
+                specs_of(values, section_number)
 
     def _measure_sections(self, batches: Mapping[int, Inputs]) -> None:
         """Measure this rank's share of the sections with each size of micro-batch, in NUM_RUNS + 1 rounds. Each round

@@ -67,11 +67,11 @@ class MachineAgent(RankAgent):
             self.tell("notice")
 
     def obey(self) -> None:
-        received = os.read(0, 65536)
-        if not received:
+        received_bytes = os.read(0, 65536)
+        if not received_bytes:
             self.end()
             sys.exit()
-        *lines, self.unread_bytes = (self.unread_bytes + received).split(b"\n")
+        *lines, self.unread_bytes = (self.unread_bytes + received_bytes).split(b"\n")
         for line in lines:
             order = json.loads(line)
             getattr(self, order.pop("do"))(**order)

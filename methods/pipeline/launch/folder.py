@@ -37,7 +37,8 @@ def read_lines(path: Path, *needed_keys: str) -> list[JsonObject]:
         return []
     *lines, _ = read_text(path).split("\n")
     return [
-        _parse_line(line, f"{path}, line {number}", needed_keys) for number, line in enumerate(lines, start=1)
+        _parse_line(line, f"{path}, line {line_number}", needed_keys)
+        for line_number, line in enumerate(lines, start=1)
     ]
 
 
@@ -128,10 +129,10 @@ class Folder:
     def other_code(self, code: str) -> str:
         """Return, as text, that the steps of the record were trained by other code; empty if they were not. `code`: the
         hash of the present code."""
-        number = self.last_step()
-        if not number or self.state.get("code", code) == code:
+        last_step = self.last_step()
+        if not last_step or self.state.get("code", code) == code:
             return ""
-        return f"the script, or what it imports, is not the code that trained the {number} steps there"
+        return f"the script, or what it imports, is not the code that trained the {last_step} steps there"
 
     # ---- Checkpoints
 
@@ -153,7 +154,7 @@ class Folder:
         # The record lacks the steps that ranks took after their launcher or an agent was killed.
         reached_step = lines[-1]["step"] if lines else 0
         saved_steps = self.saved_steps()
-        recorded_steps = [number for number in saved_steps if number <= reached_step]
+        recorded_steps = [saved_step for saved_step in saved_steps if saved_step <= reached_step]
         step = max(recorded_steps, default=min(saved_steps, default=None))
         lost_lines = [line for line in lines if line["step"] > (step or 0)]
         self.steps.close()

@@ -76,8 +76,8 @@ class SpreadChoice:
         batch size. Raises ValueError if no configuration fits.
         """
         if self.profile:
-            row = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile).best()
-            return Spread(row.num_stages, row.num_replicas, row.chunk_size, row.cuts)
+            config = AutoConfig(num_workers, self.per_machine, self.batch_size, self.profile).best()
+            return Spread(config.num_stages, config.num_replicas, config.chunk_size, config.cuts)
         assert self.num_stages and self.chunk_size
         num_stages = min(self.num_stages, num_workers)
         most_replicas = num_workers // num_stages

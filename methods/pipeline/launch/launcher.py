@@ -200,15 +200,15 @@ class Launcher:
 
     def _start_round(self, spread: Spread, machines: list[Remote]) -> Round:
         resume_step = self.folder.resume()
-        number, code = self.folder.state["round"] + 1, self.job.code()
+        round_number, code = self.folder.state["round"] + 1, self.job.code()
         if other_code := self.folder.other_code(code):
             self._note_event("code", step=resume_step)
             self.say(f"warning: {other_code}")
-        self.folder.keep_state(round=number, code=code)
+        self.folder.keep_state(round=round_number, code=code)
         self.num_rounds += 1
         per_machine = self.job.choice.per_machine
         current_round = self.round = Round(
-            number, spread, machines, resume_step, assign_seats(spread.num_ranks, machines, per_machine)
+            round_number, spread, machines, resume_step, assign_seats(spread.num_ranks, machines, per_machine)
         )
         current_round.running_ranks = set(range(spread.num_ranks))
         self._note_event(
@@ -224,8 +224,8 @@ class Launcher:
         resume_text = f"after step {resume_step}" if resume_step else "from the start"
         workers_text = f"{counted(spread.num_ranks, 'worker')} on {counted(len(machines), 'machine')}"
         batch_text = f"micro-batches of {spread.chunk_size}"
-        self.say(f"round {number}: {workers_text}, {shape_text}, {batch_text}, {resume_text}")
-        machines[0].send({"do": "meet", "round": number, "address": machines[0].line.address})
+        self.say(f"round {round_number}: {workers_text}, {shape_text}, {batch_text}, {resume_text}")
+        machines[0].send({"do": "meet", "round": round_number, "address": machines[0].line.address})
         return current_round
 
     def _start_ranks(self, current_round: Round, address: str, port: int) -> None:

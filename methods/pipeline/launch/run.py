@@ -129,9 +129,9 @@ def launch(
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+    for signal_number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:
+            signal.signal(signal_number, signal.default_int_handler)
     try:
         launch.main(standalone_mode=False)
     except click.ClickException as error:
