@@ -164,7 +164,7 @@ def main(rounds: int, dtype: str, threads: tuple[int, ...]) -> None:
     if adamw_kernel.to_build():
         adamw_kernel.build()
     layer = Workload(num_layers=1, hidden_size=2048, dtype=dtype)
-    print(f"{adamw_kernel.describe(dtype)}, {layer.layer_params / 1e6:.2f} M parameters")
+    print(f"{adamw_kernel.describe_host_adam(dtype)}, {layer.layer_params / 1e6:.2f} M parameters")
     for num_threads in threads:
         with Device("cpu", num_workers=num_threads) as device:
             (start, is_over), other, copy = (

@@ -13,7 +13,7 @@ import random
 import statistics
 
 from cases._optimum import INSTANCES, SIZES, WHOLE, chain, ratios
-from methods.sharding.scheduler import POLICIES, lower_bound, simulate
+from methods.sharding.scheduler import POLICIES, lower_bound, simulate_policy
 
 DEVICES = (1, 2, 4, 8, 16, 100, 1000)
 
@@ -34,7 +34,7 @@ def speed_up() -> None:
     for name, chains in (("12 models", twelve), ("10,000 models", many)):
         alone = sum(map(sum, chains))
         for num_devices in DEVICES:
-            makespan = simulate(chains, num_devices).makespan
+            makespan = simulate_policy(chains, num_devices).makespan
             ratio = makespan / lower_bound(chains, num_devices)
             print(f"{name:14} {num_devices:5} devices: {alone / makespan:8.2f} ({ratio:.3f})")
 

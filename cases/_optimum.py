@@ -11,7 +11,7 @@ import functools
 import random
 from collections.abc import Sequence
 
-from methods.sharding.scheduler import POLICIES, lower_bound, simulate, whole_models
+from methods.sharding.scheduler import POLICIES, lower_bound, simulate_policy, whole_models
 
 SIZES = ((2, 3), (3, 5), (4, 6), (8, 12))  # numbers of devices and models
 INSTANCES = 20  # instances of each size
@@ -45,8 +45,8 @@ def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
         best = optimum(chains, num_devices)
         if best is not None:
             for name in POLICIES:
-                ratios_by_rule[name].append(simulate(chains, num_devices, name).makespan / best)
-            ratios_by_rule[WHOLE].append(simulate(whole_models(chains), num_devices).makespan / best)
+                ratios_by_rule[name].append(simulate_policy(chains, num_devices, name).makespan / best)
+            ratios_by_rule[WHOLE].append(simulate_policy(whole_models(chains), num_devices).makespan / best)
     return ratios_by_rule
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.core import method
 from methods.engines.release import Release
-from methods.engines.user_config import text_of
+from methods.engines.user_config import config_text
 
 OPTION = "release"  # option of a method that runs other releases of its engine than the installed one
 
@@ -144,7 +144,7 @@ ENGINES = {
             "0.16.1",
         ),
     ),
-    # Each of these imports beside newer packages than it knows, see methods/engines/transformers_release.py.
+    # Each of these imports beside newer packages than it knows, see methods/engines/release.py.
     "transformers": MapEngine(
         "transformers",
         (
@@ -209,7 +209,7 @@ def _zero(
 
 def _zero_by_trainer(**entries: Any) -> MapRow:
     """Return the row of Trainer with a configuration of ZeRO stage 2 that has these further entries."""
-    config = text_of({"zero_optimization": {"stage": 2, **entries}})  # as the record of a run holds it
+    config = config_text({"zero_optimization": {"stage": 2, **entries}})  # as the record of a run holds it
     lacks = ("ranks", "buckets", "tokens", *(("copies",) if entries else ()))
     return MapRow("transformers", "hf-trainer", {"config": config}, {"micro_batches": 4}, unseen=lacks)
 

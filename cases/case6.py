@@ -17,7 +17,7 @@ from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
 from harness.devices import cuda_budget
-from methods.sharding.scheduler import simulate
+from methods.sharding.scheduler import simulate_policy
 from papers.figures import plot, points
 from papers.figures.case import Case
 from papers.figures.point import FigureRow, interval, row_of
@@ -235,6 +235,6 @@ def _speed_up(chains: list[list[float]]) -> list[FigureRow]:
         alone = sum(map(sum, several))
         for count in DEVICES:
             if count <= 2 * number and (number < MANY or count == 1 or count >= 32):
-                speed_up = alone / simulate(several, count).makespan if count > 1 else 1.0
+                speed_up = alone / simulate_policy(several, count).makespan if count > 1 else 1.0
                 rows.append(replace(SIMULATED, value=speed_up, series=f"{number:,} models", x=float(count)))
     return rows

@@ -8,20 +8,25 @@ without gradients when it builds the optimizer, so Adam's bias corrections are a
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Self
 
+from harness.base.json_object import JsonObject
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Training, Unavailable
 from harness.core.option import with_option
-from methods.engines.deepspeed_config import OFFLOADS, EngineSettings, zero_of_stage, zero_plan
+from methods.engines.deepspeed_config import (
+    OFFLOADS,
+    DeepSpeedMethod,
+    EngineSettings,
+    stage_config,
+    zero_plan,
+)
 from methods.engines.deepspeed_file import DeepSpeedFile
-from methods.engines.deepspeed_method import DeepSpeedMethod
-from methods.engines.user_config import UNSAID, fill_in, settled
-from methods.shared.data_parallel import rank_part
-from methods.shared.method_options import RANKS
+from methods.engines.user_config import UNSAID, Options, fill_in, settled_options
+from methods.shared.data_parallel import RANKS, rank_part
 
 # Options that a configuration sets, and their values without one.
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Options = {
     "stage": 2,
     "offload": None,
     "overlap_comm": False,
@@ -59,9 +64,10 @@ class DeepSpeed(DeepSpeedMethod):
             raise ValueError(f"stage: expected 0 to 3, got {self.stage}")
         if self.offload not in (None, *OFFLOADS):
             raise ValueError(f"offload: expected none or one of {', '.join(OFFLOADS)}, got {self.offload!r}")
-        if self.offload and self.stage < (least := OFFLOADS[self.offload]):
+        if self.offload and self.stage < (least_stage := OFFLOADS[self.offload]):
             raise ValueError(
-                f"offload={self.offload}: expected stage {least} or higher, got {self.stage}; try stage={least}"
+                f"offload={self.offload}: expected stage {least_stage} or higher, got {self.stage};"
+                f" try stage={least_stage}"
             )
 
     @property
@@ -73,7 +79,7 @@ class DeepSpeed(DeepSpeedMethod):
         part = rank_part(workload, self.world_size)
         if (file := self.file(workload)) is None:
             return zero_plan(part, room, self.stage, self.offload, self.world_size)
-        return replace(file.plan(part, room, self.world_size), options=asdict(self._configured(file)))
+        return replace(file.plan(part, room, self.world_size), options=asdict(self._as_configured(file)))
 
     def file(self, workload: Workload) -> DeepSpeedFile | None:
         """Read the caller's configuration, if there is one. Raises ValueError as DeepSpeedFile.read() does."""
@@ -82,21 +88,28 @@ class DeepSpeed(DeepSpeedMethod):
         accumulation = DEFAULTS["accumulation"] if self.accumulation == UNSAID else self.accumulation
         return DeepSpeedFile.read(self.config, workload, self.world_size, accumulation)
 
-    def _configured(self, file: DeepSpeedFile) -> Self:
+    def _as_configured(self, file: DeepSpeedFile) -> Self:
         """Return this method with the options that the configuration sets, and with the configuration as JSON."""
-        says: dict[str, Any] = {"stage": file.stage, "offload": file.offload, "overlap_comm": file.overlaps}
-        says |= {name: value for name in ("adam", "accumulation") if (value := getattr(file, name))}
-        return replace(self, **settled(self, DEFAULTS, says), config=file.text)
+        configured_options: Options = {
+            "stage": file.stage,
+            "offload": file.offload,
+            "overlap_comm": file.overlaps,
+        }
+        if file.adam:
+            configured_options["adam"] = file.adam
+        if file.accumulation:
+            configured_options["accumulation"] = file.accumulation
+        return replace(self, **settled_options(self, DEFAULTS, configured_options), config=file.text)
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
+    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
         if (file := self.file(workload)) is not None:
             return file.zero(workload)
-        zero = zero_of_stage(workload, self.stage, self.offload, on_gpu=on_gpu)
+        zero = stage_config(workload, self.stage, self.offload, on_gpu=on_gpu)
         return {**zero, "overlap_comm": self.overlap_comm} if self.stage else zero
 
     def settings(self, workload: Workload, *, on_gpu: bool) -> EngineSettings:
         settings, file = super().settings(workload, on_gpu=on_gpu), self.file(workload)
-        return settings if file is None else replace(settings, extra=file.others(workload))
+        return settings if file is None else replace(settings, extra_entries=file.other_entries(workload))
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         row = super().describe(workload, device)

@@ -19,13 +19,17 @@ from harness.core.method import Method, TensorState, Trained, Training
 from harness.core.option import with_option
 from harness.plan.resources import parts_sent
 from methods.engines import accelerate_file
-from methods.engines.user_config import UNSAID, fill_in, settled
-from methods.shared.data_parallel import rank_part
-from methods.shared.memory_needs import describe, each_page_locked, gathered_params, one_micro_batch
-from methods.shared.method_options import RANKS
+from methods.engines.user_config import UNSAID, Options, fill_in, settled_options
+from methods.shared.data_parallel import RANKS, rank_part
+from methods.shared.memory_needs import (
+    describe,
+    gathered_params,
+    micro_batch_workload,
+    separately_locked_bytes,
+)
 
 # Options that a configuration sets, and their values without one.
-DEFAULTS: dict[str, Any] = {"reshard_after_forward": True, "reduce_dtype": "fp32"}
+DEFAULTS: Options = {"reshard_after_forward": True, "reduce_dtype": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Fsdp2Offload(Method):
         rank_part(workload, self.world_size)
         if self.config is None:
             return self._plan(workload, room)
-        says = accelerate_file.for_fsdp(self.config, workload, self.world_size)
-        configured = replace(self, **settled(self, DEFAULTS, says), config=None)
+        configured_options = accelerate_file.fsdp_options_of(self.config, workload, self.world_size)
+        configured = replace(self, **settled_options(self, DEFAULTS, configured_options), config=None)
         return replace(configured._plan(workload, room), options=asdict(configured))
 
     def _plan(self, workload: Workload, room: Room) -> Plan:
@@ -62,8 +66,8 @@ class Fsdp2Offload(Method):
         # States and the batch are split over the ranks. Gathered weights, and their gradients, are whole on each rank.
         params = -(-workload.num_params // self.world_size)
         size, ends, layer = workload.weight_bytes, workload.end_params, workload.layer_params
-        home = each_page_locked(4, workload, room, self.world_size)
-        num_parts, part = workload.micro_batches, one_micro_batch(workload)
+        home = separately_locked_bytes(4, workload, room, self.world_size)
+        num_parts, part = workload.micro_batches, micro_batch_workload(workload)
         of_part = gathered_params(workload) if self.reshard_after_forward else workload.num_params
         gathered, summed = num_parts * of_part, num_parts * workload.num_params
         summed_bytes = 4 if self.reduce_dtype == "fp32" else size  # bytes of a gradient while ranks sum it
@@ -73,12 +77,14 @@ class Fsdp2Offload(Method):
         boundaries = part.num_layers * part.boundary_bytes
         # Layers that are gathered at once in a backward pass, and while a layer's gradients are summed.
         at_once = (2, 1) if self.reshard_after_forward else (workload.num_layers, workload.num_layers)
-        moments = (  # at each moment: bytes of gathered weights, gradients, activations
-            (size * (ends + at_once[0] * layer), size * (ends + layer), boundaries + part.working_bytes),
-            # A layer's gradients are copied to the dtype of the sum, and summed into another copy.
-            (size * (ends + at_once[1] * layer), size * ends + 2 * summed_bytes * layer, boundaries),
-            (0, 2 * summed_bytes * ends, 0),  # and so are the gradients of embedding and head
-        )
+        # At each moment: bytes of gathered weights, gradients, activations.
+        working_bytes = boundaries + part.working_bytes
+        at_backward = (size * (ends + at_once[0] * layer), size * (ends + layer), working_bytes)
+        # A layer's gradients are copied to the dtype of the sum, and summed into another copy.
+        layer_sum_bytes = size * ends + 2 * summed_bytes * layer
+        at_layer_sum = (size * (ends + at_once[1] * layer), layer_sum_bytes, boundaries)
+        at_end_sum = (0, 2 * summed_bytes * ends, 0)  # and so are the gradients of embedding and head
+        moments = (at_backward, at_layer_sum, at_end_sum)
         return Plan(
             device=dict(zip(("weights", "gradients", "activations"), max(moments, key=sum), strict=True)),
             host={"weights": home, "gradients": home + added, "optimizer": 8 * params},
@@ -128,20 +134,20 @@ class Fsdp2Offload(Method):
         on_gpu = device == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         num_ranks, num_parts = self.world_size, workload.micro_batches
-        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        single_rank: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         # else torchrun's variables name ranks
-        dist.init_process_group(backend, **(alone if num_ranks == 1 else {}))
+        dist.init_process_group(backend, **(single_rank if num_ranks == 1 else {}))
         rank = dist.get_rank()
         try:
             model = self._sharded_model(workload, device)
             parameters: list[tuple[str, Any]] = list(model.named_parameters())  # DTensors
-            _set_starts(parameters, workload, rank, num_ranks)
+            _set_starting_values(parameters, workload, rank, num_ranks)
             optimizer = adamw(model.parameters())
             scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 mean = torch.zeros((), device=device)
-                mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in (inputs, targets))
-                for micro_batch in zip(*mine, strict=True):
+                rank_tokens = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in (inputs, targets))
+                for micro_batch in zip(*rank_tokens, strict=True):
                     loss = model(*micro_batch, scale.value) / num_parts
                     loss.backward()
                     mean += loss.detach() / num_ranks
@@ -164,10 +170,10 @@ class Fsdp2Offload(Method):
                 if num_ranks > 1:
                     dist.all_reduce(mean)
                 yield scale.step(mean, norm, is_skipped=is_skipped)
-            whole_of: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
+            whole_tensor: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
             columns = ((name, p.detach(), optimizer.state[p]) for name, p in parameters)
             states = (
-                TensorState(name, *map(whole_of, (p, state["exp_avg"], state["exp_avg_sq"])))
+                TensorState(name, *map(whole_tensor, (p, state["exp_avg"], state["exp_avg_sq"])))
                 for name, p, state in columns
             )
             # Every rank must iterate over the states, because all ranks gather; only rank 0 returns the tensors.
@@ -176,7 +182,9 @@ class Fsdp2Offload(Method):
             leave_others()
 
 
-def _set_starts(parameters: list[tuple[str, Any]], workload: Workload, rank: int, num_ranks: int) -> None:
+def _set_starting_values(
+    parameters: list[tuple[str, Any]], workload: Workload, rank: int, num_ranks: int
+) -> None:
     """Set this rank's part of each parameter to the harness's starting value."""
     from harness.models.gpt import initialize, initials
 

@@ -11,18 +11,16 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core.anatomy import TRANSFORMERS_MISSING
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Trained, Training, Unavailable
 from harness.plan.resources import OPTIMIZER_BYTES
 from methods.engines import deepspeed_config
 from methods.engines.deepspeed_file import DeepSpeedFile, adam_of
-from methods.engines.release import importing
-from methods.engines.released_method import ReleasedMethod
-from methods.engines.transformers_release import import_release
-from methods.engines.user_config import read
+from methods.engines.release import ReleasedMethod, import_transformers, importing
+from methods.engines.user_config import read_config
 from methods.shared.memory_needs import describe
 
 NEEDS_ACCELERATE = "hf-trainer needs accelerate: pip install accelerate==1.15.0"
@@ -50,8 +48,8 @@ class HfTrainer(ReleasedMethod):
         if the plan has not read the configuration yet."""
         if self.config is None or self.names_file():
             return None
-        config = read(self.config)
-        entries: dict[str, Any] = {"zero_optimization": {}} | config.data
+        config = read_config(self.config)
+        entries: JsonObject = {"zero_optimization": {}} | config.data
         if adam_of(config, entries) != "deepspeed":
             return None
         return "cpu_adam" if "offload_optimizer" in entries["zero_optimization"] else "fused_adam"
@@ -64,7 +62,7 @@ class HfTrainer(ReleasedMethod):
         """Plan as for resident training, with two differences: weights, gradients and what layers keep are fp32 in any
         dtype, beside autocast's copies of the weights; and all logits are there at once."""
         _check_samples(workload)
-        if self.beside and workload.config is not None:
+        if self.other_release and workload.config is not None:
             message = f"expected none for {workload.model}, got {self.release}"
             reason = "the installed transformers makes its model"
             raise ValueError(f"release: {message}: {reason}; leave release out, or try the published GPT")
@@ -72,21 +70,24 @@ class HfTrainer(ReleasedMethod):
             return replace(
                 _plan_of_file(file, workload, room), options=asdict(replace(self, config=file.text))
             )
-        wide = replace(workload, dtype="fp32")
+        fp32_workload = replace(workload, dtype="fp32")
         params, num_parts = workload.num_params, workload.micro_batches
-        boundary = wide.boundary_bytes // num_parts
+        boundary = fp32_workload.boundary_bytes // num_parts
         embedding = workload.vocab_size * workload.hidden_size
         # A new gradient waits until it is added to the sum; of a tied embedding there are two, and their sum.
         num_added = 2 * workload.anatomy.is_tied + (num_parts > 1)
-        casts = 0 if workload.dtype == "fp32" else 2  # bytes of autocast's copy of a weight
-        before = 0 if num_parts == 1 else 4 * params  # gradients of the micro-batches before
-        moments = (  # at each moment: bytes of gradients, bytes of activations
-            (before, _bytes_at_loss(wide) + casts * params),
-            # the top layer's backward pass
-            (max(before, 4 * workload.end_params), workload.num_layers * boundary + wide.whole_layer_bytes),
-            (max(before, 4 * (params - embedding)), wide.whole_layer_bytes),  # the bottom layer's
-            (4 * (params + num_added * embedding), 2 * boundary),  # the look-up's gradient
+        cast_bytes = 0 if workload.dtype == "fp32" else 2  # bytes of autocast's copy of a weight
+        earlier_gradients = 0 if num_parts == 1 else 4 * params  # gradients of the micro-batches before
+        # At each moment: bytes of gradients, bytes of activations.
+        at_loss = (earlier_gradients, _bytes_at_loss(fp32_workload) + cast_bytes * params)
+        at_top_layer = (
+            max(earlier_gradients, 4 * workload.end_params),
+            workload.num_layers * boundary + fp32_workload.whole_layer_bytes,
         )
+        bottom_gradients = max(earlier_gradients, 4 * (params - embedding))
+        at_bottom_layer = (bottom_gradients, fp32_workload.whole_layer_bytes)
+        at_look_up = (4 * (params + num_added * embedding), 2 * boundary)  # the look-up's gradient
+        moments = (at_loss, at_top_layer, at_bottom_layer, at_look_up)
         gradients, activations = max(moments, key=sum)
         optimizer = OPTIMIZER_BYTES["fp32"] * params
         return Plan(
@@ -104,8 +105,8 @@ class HfTrainer(ReleasedMethod):
         if not find_spec("accelerate"):
             return NEEDS_ACCELERATE
         if self.config is not None and not find_spec("deepspeed"):
-            return deepspeed_config.NEEDS
-        return deepspeed_config.lacks_to_build(self.kernel) if self.kernel else None
+            return deepspeed_config.NEEDS_DEEPSPEED
+        return deepspeed_config.missing_to_build(self.kernel) if self.kernel else None
 
     @property
     def build_seconds(self) -> int:  # type: ignore[override]
@@ -113,7 +114,11 @@ class HfTrainer(ReleasedMethod):
 
     def to_build(self) -> str | None:
         texts, kernel = [super().to_build()], self.kernel
-        if kernel and not deepspeed_config.is_built(kernel) and not deepspeed_config.lacks_to_build(kernel):
+        if (
+            kernel
+            and not deepspeed_config.is_kernel_built(kernel)
+            and not deepspeed_config.missing_to_build(kernel)
+        ):
             texts.append(f"DeepSpeed's {kernel}, once, about {self.build_seconds} seconds on two cores")
         return "; ".join(filter(None, texts)) or None
 
@@ -122,23 +127,21 @@ class HfTrainer(ReleasedMethod):
 
         super().build()
         if self.kernel:
-            deepspeed.build(self.kernel)
+            deepspeed.compile_kernel(self.kernel)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        by = (
-            f"upstream: Trainer of {self.beside.described()}"
-            if self.beside
-            else "upstream: transformers.Trainer"
-        )
-        row = describe(workload, by, "torch AdamW, fused, device")
+        implementation = "upstream: transformers.Trainer"
+        if self.other_release:
+            implementation = f"upstream: Trainer of {self.other_release.description()}"
+        row = describe(workload, implementation, "torch AdamW, fused, device")
         row["recompute"] = "every layer, torch checkpoint"
         if (file := self.file(workload)) is not None:
-            by += ", DeepSpeed, as the caller's configuration says"
+            implementation += ", DeepSpeed, as the caller's configuration says"
             if file.offload or file.adam == "published":
                 row["optimizer"] = deepspeed_config.ADAMS[file.adam or "fused"]
             elif file.adam == "deepspeed":
                 row["optimizer"] = "DeepSpeed's FusedAdam"
-            return {**row, "implementation": by, "clipping": "global norm, by the engine"}
+            return {**row, "implementation": implementation, "clipping": "global norm, by the engine"}
         mixed = "" if workload.dtype == "fp32" else f", autocast to {workload.dtype}"
         return {**row, "precision": f"weights fp32{mixed}"}
 
@@ -151,19 +154,17 @@ class HfTrainer(ReleasedMethod):
         file = self.file(workload)
         if device == "sim" and workload.dtype != "fp32" and file is None:
             raise Unavailable(NO_AUTOCAST)
-        with importing(self.beside, NEEDS_ACCELERATE):
-            if self.beside:
-                import_release()
-            from methods.engines.trainer import BatchTrainer, wide_model
+        with importing(self.other_release, NEEDS_ACCELERATE):
+            if self.other_release:
+                import_transformers()
+            from methods.engines.trainer import BatchTrainer, DeepSpeedTrainer, wide_model
 
-        with ExitStack() as needed:
-            folder = needed.enter_context(tempfile.TemporaryDirectory(prefix="harness-trainer-"))
+        with ExitStack() as open_context:
+            folder = open_context.enter_context(tempfile.TemporaryDirectory(prefix="harness-trainer-"))
             if file is None:
                 trainer = BatchTrainer(workload, device, folder, wide_model(workload, device))
             else:
-                from methods.engines.trainer_deepspeed import DeepSpeedTrainer
-
-                trainer = DeepSpeedTrainer(workload, device, folder, file, needed)
+                trainer = DeepSpeedTrainer(workload, device, folder, file, open_context)
             with trainer.turns as turns:
                 turns.give()
                 for batch in batches:

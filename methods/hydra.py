@@ -27,17 +27,23 @@ from harness.core.option import opt
 from harness.devices import cuda_budget
 from harness.plan.resources import OPTIMIZER_BYTES
 from methods.sharding.partition import model_shards
-from methods.sharding.scheduler import key_of
-from methods.shared.memory_needs import describe, one_micro_batch, page_locked, saved_boundaries
+from methods.sharding.scheduler import policy_key
+from methods.shared.memory_needs import (
+    describe,
+    micro_batch_workload,
+    page_locked_bytes,
+    saved_boundary_ratio,
+)
 
 if TYPE_CHECKING:
     from harness.devices.streams import Device
     from methods.sharding.shard import Shard
     from methods.sharding.task import Task, TaskSettings
 
-ALLOCATOR_UNIT, SCALARS = 512, 32  # bytes that a scalar takes on a device; number of scalars beside the norms
+SCALAR_BYTES = 512  # that a scalar takes on a device: the allocator's unit
+NUM_SCALARS = 32  # beside the norms
 MOST_TURNS = 2000  # a record keeps at most this many units of the timeline, the latest ones
-CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
+OPTION_CHOICES = {"intermediates": ("checkpointed", "saved"), "partitioner": ("exact", "presharded")}
 
 
 def __getattr__(name: str) -> object:
@@ -97,19 +103,21 @@ class Hydra(Method):
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Plan shards of `shard_layers` layers. If that is None, plan shards of as many layers as fit on the device, or
         of one layer if the device's memory has no limit."""
-        for name, choices in CHOICES.items():
+        for name, choices in OPTION_CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected {' or '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("num_models", "num_devices"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.num_batch_sizes < 1 or one_micro_batch(workload).batch_size % 2 ** (self.num_batch_sizes - 1):
-            cut = f" in {workload.micro_batches} micro-batches" if workload.micro_batches > 1 else ""
+        if self.num_batch_sizes < 1 or micro_batch_workload(workload).batch_size % 2 ** (
+            self.num_batch_sizes - 1
+        ):
+            parts_text = f" in {workload.micro_batches} micro-batches" if workload.micro_batches > 1 else ""
             raise ValueError(
                 f"num_batch_sizes: expected 1, and at most 1 more for each time that batch size {workload.batch_size}"
-                f"{cut} halves, got {self.num_batch_sizes}"
+                f"{parts_text} halves, got {self.num_batch_sizes}"
             )
-        key_of(self.policy)
+        policy_key(self.policy)
         shard_layers = self.shard_layers
         if self.partitioner == "presharded" and shard_layers is None:
             raise ValueError(
@@ -121,15 +129,18 @@ class Hydra(Method):
         device_bytes = room.device_bytes
         if shard_layers is not None or device_bytes is None:
             return self._plan(workload, room, shard_layers or 1)
-        most = largest_depth(
-            lambda n: n <= workload.num_layers and self._plan(workload, room, n).device_bytes <= device_bytes  # type: ignore[operator]
-        )
-        return self._plan(workload, room, max(1, most))
+
+        def fits(num_layers: int) -> bool:
+            if num_layers > workload.num_layers:
+                return False
+            return self._plan(workload, room, num_layers).device_bytes <= device_bytes
+
+        return self._plan(workload, room, max(1, largest_depth(fits)))
 
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
-        shard_layers = (
-            None if self.shard_layers is None else max(1, self.shard_layers * twin_layers // num_layers)
-        )
+        shard_layers = self.shard_layers
+        if shard_layers is not None:
+            shard_layers = max(1, shard_layers * twin_layers // num_layers)
         return dataclasses.asdict(dataclasses.replace(self, shard_layers=shard_layers))
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
@@ -154,12 +165,12 @@ class Hydra(Method):
             most_ahead = int(hasattr(batches, "__len__") and is_shared)
             dispatcher = Dispatcher(tasks, devices, self.policy, most_ahead=most_ahead, splits=splits)
             steps: list[list[Step]] = [[] for _ in tasks]
-            rounds = 0
+            num_yielded = 0
             for task, step in dispatcher.run():
                 steps[task.model].append(step)
-                while not tasks[0].failure and rounds < dispatcher.rounds:
-                    yield steps[0][rounds]._replace(shares=None if is_alone else dispatcher.shares())
-                    rounds += 1
+                while not tasks[0].failure and num_yielded < dispatcher.num_rounds:
+                    yield steps[0][num_yielded]._replace(shares=None if is_alone else dispatcher.shares())
+                    num_yielded += 1
             gpu.synchronize()
             gpt.raise_failures(tasks)
             schedule: dict[str, Any] = {
@@ -168,10 +179,12 @@ class Hydra(Method):
             if not is_alone:
                 turns = [[*turned] for turned in dispatcher.timeline[-MOST_TURNS:]]
                 schedule |= {"num_models": len(tasks), "turns": turns, **dispatcher.summary()}
-            others = [gpt.other(workloads[n], models[n], steps[n], names) for n in range(1, len(workloads))]
+            others = [
+                gpt.other_model(workloads[n], models[n], steps[n], names) for n in range(1, len(workloads))
+            ]
             moved_bytes = sum(device.moved_bytes for device in devices)
             peaks = largest_peaks(devices)
-            return Trained(gpt.tensors(models[0], names), moved_bytes, schedule, others, peaks)
+            return Trained(gpt.trained_tensors(models[0], names), moved_bytes, schedule, others, peaks)
 
     def _in_halves(self, workload: Workload, number: int) -> bool:
         """True if the batches of model `number` are split over two devices."""
@@ -185,7 +198,7 @@ class Hydra(Method):
         shards = model_shards(workload, self.shard_layers)
         lengths = [shard.num_layers for count, shard in shards for _ in range(count)]  # ends count as layers
         return [
-            gpt.at_home(
+            gpt.shards_on_host(
                 workload,
                 lengths,
                 gpu,
@@ -202,7 +215,7 @@ class Hydra(Method):
         import torch
 
         from methods.sharding import gpt
-        from methods.sharding.device_process import Here, start_processes
+        from methods.sharding.device_process import LocalDevice, start_processes
         from methods.sharding.device_worker import Worker, WorkerOptions
         from methods.sharding.rehearsal import rehearse
 
@@ -212,12 +225,12 @@ class Hydra(Method):
             device_names = gpt.device_names(device, self.num_devices)
             devices = start_processes(device_names, models, options, stack, torch.get_num_threads())
         else:  # unless there is one model, the host waits for each unit, because the policy needs the unit's time
-            devices = [Here(Worker(gpu, models, options), is_alone=self.num_models == 1)]
+            devices = [LocalDevice(Worker(gpu, models, options), is_alone=self.num_models == 1)]
         if self.partitioner != "exact" or device == "cpu":
             return devices, []
         # Batches for several processes stay on the CPU: a process that reads another's GPU tensor makes a context on
         # that GPU.
-        samples = [gpt.batch(load, "cpu" if is_shared else device) for load in workloads]
+        samples = [gpt.zero_batch(load, "cpu" if is_shared else device) for load in workloads]
         return rehearse(models, samples, [self._settings(workloads[0])] * len(workloads), devices)
 
     def _settings(self, workload: Workload) -> TaskSettings:
@@ -236,8 +249,7 @@ class Hydra(Method):
     ) -> list[Task]:
         """Return a task for each model. A model with a smaller batch size takes each batch in several parts."""
         from methods.sharding import gpt
-        from methods.sharding.task import Task
-        from methods.sharding.two_devices import First
+        from methods.sharding.task import FirstHalf, Task
 
         first, tasks = workloads[0], list[Task]()
         names = first.anatomy.names(first.num_layers)
@@ -245,17 +257,17 @@ class Hydra(Method):
         streams = tee(batches, len(workloads))
         for number, (load, stream) in enumerate(zip(workloads, streams, strict=True)):
             num_parts = first.batch_size // load.batch_size
-            parts = gpt.parts(stream, num_parts, to_host=self.num_devices > 1)
+            parts = gpt.batch_parts(stream, num_parts, to_host=self.num_devices > 1)
             settings = dataclasses.replace(
                 self._settings(first),
                 learning_rate_at=load.learning_rate_at,
-                random_state=gpt.random_state(first, device),
-                per_round=num_parts,
+                random_state=gpt.own_random_state(first, device),
+                batches_per_round=num_parts,
                 num_batches=num_batches and num_parts * num_batches,
             )
             arguments = (number, models[number], names, parts)
             if self._in_halves(first, number):
-                tasks.append(First(*arguments, second_random=None, settings=settings))
+                tasks.append(FirstHalf(*arguments, second_random=None, settings=settings))
             else:
                 tasks.append(Task(*arguments, settings=settings))
         return tasks
@@ -266,17 +278,17 @@ class Hydra(Method):
         shards = model_shards(workload, num_layers)
         num_shards = sum(count for count, _ in shards)
         largest = max(shard.num_bytes(workload) for _, shard in shards)
-        part = one_micro_batch(workload)
+        part = micro_batch_workload(workload)
         boundary = part.boundary_bytes
         # torch page-locks the host memory of each non-blocking copy
-        at_home = workload.micro_batches * page_locked(boundary, room)
+        at_home = workload.micro_batches * page_locked_bytes(boundary, room)
         device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
         if self.num_devices > 1 and room.page_locks:
             # each GPU's process has a context, and so has the leading process
             device["buffers"] += cuda_budget.LEADING_BYTES
         if self.intermediates == "saved":
             device["activations"] = max(part.head_bytes, part.layer_bytes - 9 * boundary)
-            activations = (saved_boundaries(workload) * workload.num_layers + 3) * at_home
+            activations = (saved_boundary_ratio(workload) * workload.num_layers + 3) * at_home
         else:
             device["activations"] = part.working_bytes + (shards[-1][1].num_layers + 1) * boundary
             activations = (workload.num_layers + 3) * at_home
@@ -285,8 +297,10 @@ class Hydra(Method):
         updated = 8 * anatomy.largest_numel
         if size < 4:
             updated += max(shard.num_bytes(workload, lambda numel, _: 4 * numel) for _, shard in shards)
-        norms = self.num_models * anatomy.total(workload.num_layers, lambda shape: 1) + SCALARS
-        device["activations"] = max(device["activations"], updated + 2 * boundary) + ALLOCATOR_UNIT * norms
+        num_scalars = self.num_models * anatomy.total(workload.num_layers, lambda shape: 1) + NUM_SCALARS
+        device["activations"] = (
+            max(device["activations"], updated + 2 * boundary) + SCALAR_BYTES * num_scalars
+        )
         # a rehearsal's tokens, 8 bytes each
         device["activations"] += 8 * workload.batch_size * workload.seq_len
         host = {"weights": size * whole, "gradients": size * whole, "optimizer": states * whole}

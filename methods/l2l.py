@@ -13,8 +13,8 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from harness.core.option import with_option
 from methods.offload import adamw_kernel
+from methods.shared.data_parallel import RANKS
 from methods.shared.memory_needs import describe
-from methods.shared.method_options import RANKS
 from methods.streaming.placement.choice import one_layer_plan
 
 
@@ -57,7 +57,7 @@ class L2L(Method):
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
         return describe(
-            workload, "this project", adamw_kernel.describe(workload.dtype), has_own_recompute=True
+            workload, "this project", adamw_kernel.describe_host_adam(workload.dtype), has_own_recompute=True
         )
 
     def train(self, workload: Workload, batches, device: str) -> Training:
@@ -96,7 +96,7 @@ class L2L(Method):
                 ends.backward(dxs)
                 del dxs  # before the next step's
                 is_skipped = update_at_once(clip, ends, layers, settings)
-                yield scale.step(loss, clip.total, is_skipped=is_skipped)
+                yield scale.step(loss, clip.total_norm, is_skipped=is_skipped)
             gpu.synchronize()
             tensors = (tensor for state in (*ends.states, *layers) for tensor in state.tensors())
             return Trained(gpu.ranks.until_read(tensors), gpu.moved_bytes)

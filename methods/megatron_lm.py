@@ -33,16 +33,14 @@ from harness.core.method import Step, TensorState, Trained, Training
 from harness.core.option import with_option
 from harness.plan.resources import parts_sent, sum_sent
 from methods.engines import megatron_names
-from methods.engines.release import importing
-from methods.engines.released_method import ReleasedMethod
-from methods.shared.data_parallel import multiples, rank_part
+from methods.engines.release import ReleasedMethod, importing
+from methods.shared.data_parallel import RANKS, nearest_multiples, rank_part
 from methods.shared.memory_needs import describe
-from methods.shared.method_options import RANKS
 
 NEEDS_MEGATRON = "megatron-lm needs megatron-core: pip install megatron-core==0.16.1"
 # The oldest releases that train without CUDA and Transformer Engine: of megatron-core, and for an option of the method.
 # Up to 0.16 all take the same arguments.
-SINCE = {
+OLDEST_RELEASES = {
     # 0.11 derives the class of inference_rng_tracker, which a CPU needs, from a partial: TypeError
     "": (0, 12),
     # 0.12 calls Transformer Engine to quantize weights, even if none is in fp8
@@ -71,8 +69,9 @@ class MegatronLM(ReleasedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, oldest in SINCE.items():
-            if self.beside and (not option or getattr(self, option)) and self.beside.numbers < oldest:
+        for option, oldest in OLDEST_RELEASES.items():
+            is_asked = not option or getattr(self, option)
+            if self.other_release and is_asked and self.other_release.numbers < oldest:
                 message = f"{'.'.join(map(str, oldest))} or newer{f' for {option}' * bool(option)}, got {self.release}"
                 raise ValueError(f"release: expected megatron-core {message}; try --option release=0.13.1")
 
@@ -89,7 +88,7 @@ class MegatronLM(ReleasedMethod):
     def _num_pipelines(self, workload: Workload) -> int:
         """Return how many pipelines share each batch. Raises ValueError in three cases: the ranks, or the model's
         sizes, cannot be divided as asked; megatron-core lacks the model; several ranks have dropout."""
-        megatron_names.check(workload)
+        megatron_names.check_model(workload)
         shared, stages, ranks = self.tensor_parallel, self.pipeline_parallel, self.world_size
         if shared < 1 or ranks % shared:
             message = f"expected a divisor of --ranks {ranks}, got {shared}{_try_ranks(shared)}"
@@ -101,10 +100,10 @@ class MegatronLM(ReleasedMethod):
             message = f"expected a divisor of {among}, got {stages}"
             raise ValueError(f"pipeline_parallel: {message}{_try_ranks(shared * stages)}")
         if workload.num_layers % stages:
-            nearest = " or ".join(map(str, multiples(workload.num_layers, stages)))
+            nearest = " or ".join(map(str, nearest_multiples(workload.num_layers, stages)))
             message = f"expected a divisor of the {counted(workload.num_layers, 'layer')}, got {stages}"
             raise ValueError(f"pipeline_parallel: {message}; try -l {nearest}")
-        sizes = megatron_names.sizes_of(workload)
+        sizes = megatron_names.gpt_model_sizes(workload)
         divided = {
             "num_heads": sizes.num_heads,
             "num_key_value_heads": sizes.num_groups,
@@ -147,11 +146,8 @@ class MegatronLM(ReleasedMethod):
         twice in the recompute and twice in the backward pass, and once at each end of the model. Stages pass
         activations up and their gradients down; the first and the last stage sum the gradients of a tied embedding.
         """
-        num_stages, shared, params = (
-            self.pipeline_parallel,
-            self.tensor_parallel,
-            self._stage_params(part, stage),
-        )
+        num_stages, shared = self.pipeline_parallel, self.tensor_parallel
+        params = self._stage_params(part, stage)
         gradients = 4 * params  # in fp32
         is_first, is_last = stage == 0, stage == num_stages - 1
         num_sums = 6 * _num_layers(self, part) + is_first + is_last
@@ -161,7 +157,7 @@ class MegatronLM(ReleasedMethod):
             gathers = parts_sent(part.weight_bytes * params, num_pipelines)
         else:
             sums, gathers = sums + sum_sent(gradients, num_pipelines), 0.0
-        if num_stages > 1 and (is_first or is_last) and megatron_names.sizes_of(part).is_tied:
+        if num_stages > 1 and (is_first or is_last) and megatron_names.gpt_model_sizes(part).is_tied:
             sums += sum_sent(4 * part.vocab_size * part.hidden_size / shared, 2)
         neighbors = (not is_first) + (not is_last)
         messages = neighbors * part.boundary_bytes / (shared if self.sequence_parallel else 1)
@@ -172,7 +168,7 @@ class MegatronLM(ReleasedMethod):
         embedding, and all parameters of norms, of biases that are added after a sum, and of position embeddings. A tied
         embedding is on the first and on the last stage."""
         anatomy, last = workload.anatomy, self.pipeline_parallel - 1
-        is_tied, num_ranks = megatron_names.sizes_of(workload).is_tied, self.tensor_parallel
+        is_tied, num_ranks = megatron_names.gpt_model_sizes(workload).is_tied, self.tensor_parallel
         ends = {
             name: names
             for name, names in megatron_names.end_tensors(workload).items()
@@ -193,7 +189,7 @@ class MegatronLM(ReleasedMethod):
         normed = 3 * boundary + int(part.anatomy.head_boundaries * boundary)
         head = normed + max(4 * logits + embedding, (4 if size == 4 else 6) * logits)
         # At the end of the backward pass, a tied embedding has two gradients and their sum.
-        num_embeddings = 3 if num_stages == 1 and megatron_names.sizes_of(part).is_tied else 1
+        num_embeddings = 3 if num_stages == 1 and megatron_names.gpt_model_sizes(part).is_tied else 1
         ends = num_embeddings * embedding + 2 * boundary if stage == 0 else 0
         # number of micro-batches whose inputs a stage keeps at once
         ahead = min(num_stages - stage, num_parts)
@@ -220,7 +216,7 @@ class MegatronLM(ReleasedMethod):
 
         from harness.devices.exchange import join_alone, join_others, leave_others
 
-        with importing(self.beside, NEEDS_MEGATRON):
+        with importing(self.other_release, NEEDS_MEGATRON):
             from methods.engines.megatron import cuda_questions_answered, forward_and_backward, parallel_state
 
         num_pipelines, num_parts = self._num_pipelines(workload), workload.micro_batches
@@ -229,28 +225,28 @@ class MegatronLM(ReleasedMethod):
             parallel_state.initialize_model_parallel(self.tensor_parallel, self.pipeline_parallel)
             pipeline = parallel_state.get_data_parallel_rank()
             with cuda_questions_answered(device):
-                model, optimizer = _build(self, workload, device)
+                model, optimizer = _build_model(self, workload, device)
             is_scaled = workload.dtype == "fp16"
             for step, batch in enumerate(batches, start=1):
                 with cuda_questions_answered(device):
                     model.zero_grad_buffer()
                     optimizer.zero_grad()
-                    mine = (tokens.chunk(num_pipelines)[pipeline].chunk(num_parts) for tokens in batch)
+                    rank_tokens = (tokens.chunk(num_pipelines)[pipeline].chunk(num_parts) for tokens in batch)
                     scale = float(optimizer.get_loss_scale())
-                    losses = forward_and_backward(model, list(zip(*mine, strict=True)))
+                    losses = forward_and_backward(model, list(zip(*rank_tokens, strict=True)))
                     for settings in optimizer.param_groups:
                         settings["lr"] = workload.learning_rate_at(step)
-                    is_good, norm, _ = optimizer.step()
+                    is_updated, norm, _ = optimizer.step()
                 # Only the last stage of a pipeline has losses, and all ranks of this stage have the same losses.
                 mean = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
                 if self.world_size > 1:
                     dist.all_reduce(mean)
                     mean /= self.world_size // self.pipeline_parallel
-                ended = Step(mean, torch.as_tensor(norm if is_good else math.inf))
-                yield ended._replace(loss_scale=scale, is_skipped=not is_good) if is_scaled else ended
+                result = Step(mean, torch.as_tensor(norm if is_updated else math.inf))
+                yield result._replace(loss_scale=scale, is_skipped=not is_updated) if is_scaled else result
             with cuda_questions_answered(device):
                 # Every rank must iterate over the states, because it sends its tensors to rank 0.
-                return Trained(list(_states(self, workload, model, optimizer)))
+                return Trained(list(_trained_states(self, workload, model, optimizer)))
         finally:
             parallel_state.destroy_model_parallel()
             leave_others()
@@ -261,7 +257,7 @@ def _try_ranks(divisor: int) -> str:
 
 
 # Kernels that are not used: they need Apex or Transformer Engine, or compute another GELU than the harness's model.
-FUSED = (
+FUSED_OPTIONS = (
     "apply_rope_fusion",
     "masked_softmax_fusion",
     "gradient_accumulation_fusion",
@@ -269,10 +265,14 @@ FUSED = (
     "bias_dropout_fusion",
     "persist_layer_norm",
 )
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE_OPTIONS = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
-def _build(method: MegatronLM, workload: Workload, device: str):
+def _build_model(method: MegatronLM, workload: Workload, device: str):
     """Return a GPTModel and Megatron's optimizer for it. The model has the harness's starting values and Megatron's
     gradient buffers."""
     from megatron.core import parallel_state, tensor_parallel
@@ -290,20 +290,20 @@ def _build(method: MegatronLM, workload: Workload, device: str):
         vocab_size=workload.vocab_size,
         max_sequence_length=workload.seq_len,
         position_embedding_type="learned_absolute" if is_gpt else "rope",
-        share_embeddings_and_output_weights=megatron_names.sizes_of(workload).is_tied,
+        share_embeddings_and_output_weights=megatron_names.gpt_model_sizes(workload).is_tied,
         parallel_output=True,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     if not is_gpt:
         model.rotary_pos_emb.inv_freq = megatron.inverse_frequencies(workload)
-    starts = _set_starts(method, workload, model)
+    starts = _set_starting_shards(method, workload, model)
     model = _with_gradient_buffers(method, workload, config, model.to(device))
     optimizer = _optimizer(method, workload, model)
     if workload.dtype != "fp32":
         # Main weights begin at the fp32 starting values, not at values rounded to 16 bits.
-        for name, parameter in _named(method, workload, model):
-            megatron.set_main(optimizer, parameter, starts[name])
+        for name, parameter in _named_parameters(method, workload, model):
+            megatron.set_main_weight(optimizer, parameter, starts[name])
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
     return model, optimizer
 
@@ -334,7 +334,8 @@ def _transformer_config(method: MegatronLM, workload: Workload, device: str):
     from megatron.core.transformer import TransformerConfig
 
     precision = _precision(workload)
-    sizes, is_gpt, on_gpu = megatron_names.sizes_of(workload), workload.config is None, device == "cuda"
+    sizes = megatron_names.gpt_model_sizes(workload)
+    is_gpt, on_gpu = workload.config is None, device == "cuda"
     return TransformerConfig(
         num_layers=workload.num_layers,
         hidden_size=workload.hidden_size,
@@ -354,14 +355,14 @@ def _transformer_config(method: MegatronLM, workload: Workload, device: str):
         use_cpu_initialization=True,
         perform_initialization=False,
         **precision,
-        **dict.fromkeys(FUSED, False),
+        **dict.fromkeys(FUSED_OPTIONS, False),
         tensor_model_parallel_size=method.tensor_parallel,
         sequence_parallel=method.sequence_parallel,
         pipeline_model_parallel_size=method.pipeline_parallel,
         pipeline_dtype=precision["params_dtype"],
         batch_p2p_comm=on_gpu,
         deallocate_pipeline_outputs=method.pipeline_parallel > 1,
-        **(RECOMPUTE if on_gpu else {}),
+        **(RECOMPUTE_OPTIONS if on_gpu else {}),
     )
 
 
@@ -373,7 +374,7 @@ def _layer_spec(method: MegatronLM, workload: Workload, device: str):
 
     from methods.engines import megatron
 
-    is_gpt, norms_heads = workload.config is None, megatron_names.sizes_of(workload).norms_heads
+    is_gpt, norms_heads = workload.config is None, megatron_names.gpt_model_sizes(workload).norms_heads
     spec = get_gpt_layer_local_spec()
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = megatron.FusedAttention
@@ -388,7 +389,7 @@ def _layer_spec(method: MegatronLM, workload: Workload, device: str):
     return TransformerBlockSubmodules([spec] * _num_layers(method, workload), layer_norm=norm)
 
 
-def _set_starts(method: MegatronLM, workload: Workload, model: Any) -> dict[str, Any]:
+def _set_starting_shards(method: MegatronLM, workload: Workload, model: Any) -> dict[str, Any]:
     """Set a rank's parameters to the harness's starting values. Return these values in fp32, by the parameters' names;
     none if the model itself is fp32."""
     import torch
@@ -396,14 +397,14 @@ def _set_starts(method: MegatronLM, workload: Workload, model: Any) -> dict[str,
     from harness.models.gpt import initials
     from methods.engines import megatron
 
-    sizes, starts = megatron_names.sizes_of(workload), {}
-    named = dict(_named(method, workload, model))
-    shapes_of = {name: shapes for name, _, shapes in _tensors(method, workload)}
+    sizes, starts = megatron_names.gpt_model_sizes(workload), {}
+    named = dict(_named_parameters(method, workload, model))
+    shapes_of = {name: shapes for name, _, shapes in _whole_tensors(method, workload)}
     drawn = initials((pair for name in named for pair in shapes_of[name].items()), workload)
     with torch.no_grad():
         for name, parameter in named.items():
             megatron.mark_shard(name, parameter)
-            whole = megatron.joined(name, [next(drawn) for _ in shapes_of[name]], sizes)
+            whole = megatron.join_tensors(name, [next(drawn) for _ in shapes_of[name]], sizes)
             start = megatron.shard_of(name, whole)
             parameter.copy_(start)
             if workload.dtype != "fp32":
@@ -458,15 +459,13 @@ def _stage_of_end(method: MegatronLM, name: str) -> int:
     return 0 if megatron_names.is_of_first_stage(name) else method.pipeline_parallel - 1
 
 
-def _named(method: MegatronLM, workload: Workload, model):
+def _named_parameters(method: MegatronLM, workload: Workload, model):
     """Yield each parameter of this rank, after its name in the whole GPTModel. The rank's own names differ from these:
     a stage numbers its layers from 0, and the head may be the tied embedding."""
     from methods.engines import megatron
 
-    first_layer, is_tied = (
-        megatron.stage() * _num_layers(method, workload),
-        megatron_names.sizes_of(workload).is_tied,
-    )
+    first_layer = megatron.stage_number() * _num_layers(method, workload)
+    is_tied = megatron_names.gpt_model_sizes(workload).is_tied
     for wrapped, parameter in model.named_parameters():
         name = re.sub(r"^(module\.)+", "", wrapped)
         if name.startswith(megatron_names.LAYERS):
@@ -475,7 +474,7 @@ def _named(method: MegatronLM, workload: Workload, model):
         yield megatron_names.EMBEDDING if is_tied and name == megatron_names.HEAD else name, parameter
 
 
-def _tensors(method: MegatronLM, workload: Workload):
+def _whole_tensors(method: MegatronLM, workload: Workload):
     """Yield, for each tensor of the whole GPTModel, its name, its stage, and the names and shapes of the harness's
     tensors that it holds. A tied embedding counts as the first stage's."""
     anatomy = workload.anatomy
@@ -489,7 +488,7 @@ def _tensors(method: MegatronLM, workload: Workload):
             yield f"{megatron_names.LAYERS}{layer}.{name}", stage, shapes
 
 
-def _states(method: MegatronLM, workload: Workload, model, optimizer):
+def _trained_states(method: MegatronLM, workload: Workload, model, optimizer):
     """Yield the harness's tensors on rank 0, which receives them from all stages. Other ranks yield nothing, but must
     iterate to the end, because they send their tensors meanwhile."""
     import torch
@@ -497,11 +496,12 @@ def _states(method: MegatronLM, workload: Workload, model, optimizer):
 
     from methods.engines import megatron
 
-    sizes, held = megatron_names.sizes_of(workload), dict(_named(method, workload, model))
-    for name, stage, shapes in _tensors(method, workload):
-        if stage == megatron.stage():
-            states = megatron.states_of(optimizer, held[name])
-            states = [megatron.whole_of(name, state).contiguous() for state in states]
+    sizes = megatron_names.gpt_model_sizes(workload)
+    rank_parameters = dict(_named_parameters(method, workload, model))
+    for name, stage, shapes in _whole_tensors(method, workload):
+        if stage == megatron.stage_number():
+            states = megatron.parameter_states(optimizer, rank_parameters[name])
+            states = [megatron.gather_whole(name, state).contiguous() for state in states]
         else:
             (_, *columns), rows = next(iter(shapes.values())), sum(shape[0] for shape in shapes.values())
             states = [torch.empty((rows, *columns), device=next(model.parameters()).device) for _ in range(3)]
@@ -510,7 +510,6 @@ def _states(method: MegatronLM, workload: Workload, model, optimizer):
         if dist.get_rank() == 0:
             if method.world_size > 1:
                 states = [state.cpu() for state in states]
-            for row in zip(
-                shapes, *(megatron.apart(name, state, len(shapes), sizes) for state in states), strict=True
-            ):
-                yield TensorState(*row)
+            gpt_states = [megatron.split_tensor(name, state, len(shapes), sizes) for state in states]
+            for gpt_name, weight, *moments in zip(shapes, *gpt_states, strict=True):
+                yield TensorState(gpt_name, weight, *moments)

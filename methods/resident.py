@@ -97,13 +97,11 @@ class ReferenceModel:
         return self.scale.step(loss, norm, is_skipped=is_skipped)
 
     def tensors(self) -> list[TensorState]:
-        columns = [
-            (name, p, self.optimizer.state[p]) for name, p in zip(self.names, self.masters, strict=True)
-        ]
-        return [
-            TensorState(name, p.detach(), state.get("exp_avg"), state.get("exp_avg_sq"))
-            for name, p, state in columns
-        ]
+        tensors = []
+        for name, master in zip(self.names, self.masters, strict=True):
+            state = self.optimizer.state[master]
+            tensors.append(TensorState(name, master.detach(), state.get("exp_avg"), state.get("exp_avg_sq")))
+        return tensors
 
     def _backward(self, inputs: Tensor, targets: Tensor, num_parts: int = 1) -> Tensor:
         return _backward(self.model, inputs, targets, num_parts, self.scale.value)

@@ -23,8 +23,8 @@ from harness.core.job import Job, Plan, Room, Workload
 from harness.core.method import Method, Trained, Training
 from harness.core.option import opt, with_option
 from methods.offload import adamw_cuda, adamw_kernel
-from methods.shared.memory_needs import describe
-from methods.shared.method_options import DISK, RANKS
+from methods.shared.data_parallel import RANKS
+from methods.shared.memory_needs import DISK, describe
 from methods.streaming.placement.choice import PlacementChoice
 from methods.streaming.placement.placement import parse, placement_text, shrink
 
@@ -102,12 +102,10 @@ class Stronghold(Method):
     def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
         """Return the options for a twin, the same model with fewer layers. The twin has the same mixture of layer
         kinds, and its window slides if the model's window slides."""
-        options, resident = asdict(self), self.resident_layers or 0
-        kinds = (
-            parse(self.placement, num_layers)
-            if self.placement
-            else "R" * resident + "W" * (num_layers - resident)
-        )
+        options, num_resident = asdict(self), self.resident_layers or 0
+        kinds = "R" * num_resident + "W" * (num_layers - num_resident)
+        if self.placement:
+            kinds = parse(self.placement, num_layers)
         twin = shrink(kinds, twin_layers)
         if self.placement is not None:
             options["placement"] = placement_text(twin)
@@ -120,9 +118,9 @@ class Stronghold(Method):
         return options
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        adam = adamw_kernel.describe(workload.dtype)
+        adam = adamw_kernel.describe_host_adam(workload.dtype)
         if device == "cuda":
-            halves = f"of masters in halves: {adamw_cuda.describe()}"
+            halves = f"of masters in halves: {adamw_cuda.describe_split_update()}"
             adam += f"; on the device {halves if workload.dtype == 'bf16' else 'torch AdamW, fused'}"
         row = describe(workload, "this project", adam, has_own_recompute=True)
         return {**row, "clipping": f"{row['clipping']}, {self.clipping}"} if self.clipping else row

@@ -7,13 +7,12 @@ If gradients are clipped, DeepSpeed 0.19.8 steps the optimizer only after the ba
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Training, Unavailable
 from harness.devices import machine
-from methods.engines.deepspeed_config import stage_3, stage_3_plan, sub_groups
-from methods.engines.deepspeed_method import DeepSpeedMethod
+from methods.engines.deepspeed_config import DeepSpeedMethod, stage_3_config, stage_3_plan, sub_group_numels
 
 GPU_ONLY = "DeepSpeed runs SuperOffload on NVIDIA GPUs only: on a CPU take zero-infinity"
 HOST_SHARE = 0.9  # the host updates this share of the sub-groups, rounded up, as in DeepSpeed's examples
@@ -34,13 +33,13 @@ class SuperOffload(DeepSpeedMethod):
         """Return stage 3's plan with two changes: the first sub-groups stay on the device, and the optimizer runs in a
         process of its own. That process needs a copy of one sub-group's gradients. The process also needs shared memory
         for the gradients of all sub-groups on the host, beside the page-locked gradients."""
-        plan, numels = stage_3_plan(workload, room), sub_groups(workload)
-        kept = sum(numels[: int((1 - HOST_SHARE) * len(numels))])
-        home = plan.host
-        home["weights"] -= 4 * kept
-        home["optimizer"] -= 8 * kept
-        home["buffers"] += 4 * (max(numels) + sum(numels) - kept)
-        return replace(plan, device={**plan.device, "optimizer": 16 * kept}, host=home)
+        plan, numels = stage_3_plan(workload, room), sub_group_numels(workload)
+        kept_numel = sum(numels[: int((1 - HOST_SHARE) * len(numels))])
+        host_bytes = plan.host
+        host_bytes["weights"] -= 4 * kept_numel
+        host_bytes["optimizer"] -= 8 * kept_numel
+        host_bytes["buffers"] += 4 * (max(numels) + sum(numels) - kept_numel)
+        return replace(plan, device={**plan.device, "optimizer": 16 * kept_numel}, host=host_bytes)
 
     def missing(self, device: str) -> str | None:
         return super().missing(device) if device == "cuda" else GPU_ONLY
@@ -48,8 +47,8 @@ class SuperOffload(DeepSpeedMethod):
     def to_build(self) -> str | None:
         return super().to_build() if machine.gpu() else None
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-        zero = stage_3(workload, on_gpu)
+    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
+        zero = stage_3_config(workload, on_gpu)
         zero["offload_optimizer"] |= {"super_offload": True, "ratio": HOST_SHARE, "cpuadam_cores_perc": 0.5}
         return zero
 
@@ -58,5 +57,5 @@ class SuperOffload(DeepSpeedMethod):
             raise Unavailable(GPU_ONLY)
         from methods.engines.deepspeed import use_built_kernel_in_superoffload
 
-        use_built_kernel_in_superoffload(self.beside)
+        use_built_kernel_in_superoffload(self.other_release)
         return (yield from super().train(workload, batches, device))

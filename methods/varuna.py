@@ -31,8 +31,8 @@ from methods.pipeline.config.partition import PipelineShape, gpt_stages, stage_b
 from methods.pipeline.config.profile import GptCosts, Sum
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import SCHEDULES
+from methods.shared.data_parallel import RANKS
 from methods.shared.memory_needs import describe
-from methods.shared.method_options import RANKS
 
 if TYPE_CHECKING:
     from methods.pipeline.cut_model import CutModel

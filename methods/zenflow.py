@@ -9,11 +9,10 @@ right, because the weights are set after the transposition.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core.job import Plan, Room, Workload
-from methods.engines.deepspeed_config import activation_bytes, stage_2
-from methods.engines.deepspeed_method import DeepSpeedMethod
+from methods.engines.deepspeed_config import DeepSpeedMethod, activation_bytes, stage_2_config
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ZenFlow(DeepSpeedMethod):
         optimizer = "ZenFlowCPUAdam, stale by up to update_interval steps"
         return {**super().describe(workload, device), "optimizer": optimizer}
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
+    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
         zenflow = {
             "topk_ratio": self.topk_ratio,
             "update_interval": self.update_interval,
@@ -56,4 +55,4 @@ class ZenFlow(DeepSpeedMethod):
             "overlap_step": False,
             "full_warm_up_rounds": 0,
         }
-        return {**stage_2(workload, on_gpu), "zenflow": zenflow}
+        return {**stage_2_config(workload, on_gpu), "zenflow": zenflow}

@@ -20,21 +20,20 @@ from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
 from harness.core.option import with_option
 from methods.engines.deepspeed_config import (
+    DeepSpeedMethod,
     EngineSettings,
-    is_built,
-    lacks_to_build,
-    stage_3,
+    is_kernel_built,
+    missing_to_build,
+    stage_3_config,
     stage_3_device,
     stage_3_exchanged,
     stage_3_summed,
 )
-from methods.engines.deepspeed_method import DeepSpeedMethod
-from methods.shared.data_parallel import rank_part
-from methods.shared.memory_needs import writable
-from methods.shared.method_options import DISK, RANKS
+from methods.shared.data_parallel import RANKS, rank_part
+from methods.shared.memory_needs import DISK, writable_folder
 
-PREFIX = "harness-nvme-"
-NUM_BUFFERS = 8  # buffers for parameters
+FOLDER_PREFIX = "harness-nvme-"
+NUM_PARAMETER_BUFFERS = 8  # buffers for parameters
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     takes_config = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:
-        folder = writable(self.disk)
+        folder = writable_folder(self.disk)
         plans = [self._plan(workload, str(folder), pipelined) for pipelined in (True, False)]
         if self.pipelined is not None:
             return plans[not self.pipelined]
@@ -65,10 +64,11 @@ class ZeroInfinityNvme(DeepSpeedMethod):
         workload, ranks = rank_part(workload, self.world_size), self.world_size
         params, size = -(-workload.num_params // ranks), workload.weight_bytes
         largest = -(-workload.anatomy.largest_numel // ranks)
-        of_states = 4 * num_state_buffers(pipelined) * max(sub_group_params(workload), largest)
+        state_buffer_bytes = 4 * num_state_buffers(pipelined) * max(sub_group_params(workload), largest)
+        buffer_bytes = size * NUM_PARAMETER_BUFFERS * largest + state_buffer_bytes
         return Plan(
             device=stage_3_device(workload),
-            host={"gradients": 4 * params, "buffers": size * NUM_BUFFERS * largest + of_states},
+            host={"gradients": 4 * params, "buffers": buffer_bytes},
             disk=on_disk(workload, ranks),
             moved_bytes=2 * (12 + workload.micro_batches * size) * params + stage_3_summed(workload, ranks),
             exchanged=stage_3_exchanged(workload, ranks),
@@ -79,16 +79,16 @@ class ZeroInfinityNvme(DeepSpeedMethod):
         from methods.engines import deepspeed
 
         assert self.pipelined is not None
-        with ExitStack() as needed:
-            folder = needed.enter_context(
-                swap_folder(writable(self.disk), sum(on_disk(workload, self.world_size).values()))
+        with ExitStack() as open_context:
+            folder = open_context.enter_context(
+                swap_folder(writable_folder(self.disk), sum(on_disk(workload, self.world_size).values()))
             )
-            if not is_built("async_io", self.beside):
-                lacking = lacks_to_build("async_io", self.beside)
+            if not is_kernel_built("async_io", self.other_release):
+                lacking = missing_to_build("async_io", self.other_release)
                 raise Unavailable(lacking or "DeepSpeed's async_io is not compiled: ./run.sh setup")
             nvme = {"device": "nvme", "nvme_path": str(folder)}
             zero = {
-                **stage_3(workload, on_gpu=device == "cuda"),
+                **stage_3_config(workload, on_gpu=device == "cuda"),
                 # No prefetch: it would fetch the tied embedding, which is used twice, into two buffers, and fail.
                 "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": sub_group_params(workload),
@@ -100,16 +100,21 @@ class ZeroInfinityNvme(DeepSpeedMethod):
                 },
                 "offload_param": {
                     **nvme,
-                    "buffer_count": NUM_BUFFERS,
+                    "buffer_count": NUM_PARAMETER_BUFFERS,
                     "max_in_cpu": 0,
                     "buffer_size": workload.anatomy.largest_numel,  # elements
                 },
             }
             aio = {"block_size": 2**20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}
             settings = EngineSettings(
-                zero, self.adam, self.reentrant, self.world_size, self.beside, extra={"aio": aio}
+                zero,
+                self.adam,
+                self.reentrant,
+                self.world_size,
+                self.other_release,
+                extra_entries={"aio": aio},
             )
-            return (yield from deepspeed.train(workload, batches, device, settings, needed))
+            return (yield from deepspeed.train(workload, batches, device, settings, open_context))
 
 
 def on_disk(workload: Workload, num_ranks: int) -> dict[str, int]:
@@ -135,16 +140,17 @@ def sub_group_params(workload: Workload) -> int:
 
 
 @contextmanager
-def swap_folder(parent: Path, need: int) -> Iterator[Path]:
+def swap_folder(parent: Path, needed_bytes: int) -> Iterator[Path]:
     """Make a folder for this process in `parent`, and remove the folder at the end. First remove the marked folders of
-    dead processes. Raises OSError(ENOSPC) if the disk has less than `need` bytes free."""
-    for left in parent.glob(f"{PREFIX}*"):
-        if is_marked(left) and not Path(f"/proc/{left.name.removeprefix(PREFIX)}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    free = shutil.disk_usage(parent).free
-    if free < need:
-        raise OSError(errno.ENOSPC, f"needs {gib(need)} of disk, {parent} has {gib(free)} free")
-    folder = parent / f"{PREFIX}{os.getpid()}"
+    dead processes. Raises OSError(ENOSPC) if the disk has less than `needed_bytes` bytes free."""
+    for old_folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        process_id = old_folder.name.removeprefix(FOLDER_PREFIX)
+        if is_marked(old_folder) and not Path(f"/proc/{process_id}").exists():
+            shutil.rmtree(old_folder, ignore_errors=True)
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < needed_bytes:
+        raise OSError(errno.ENOSPC, f"needs {gib(needed_bytes)} of disk, {parent} has {gib(free_bytes)} free")
+    folder = parent / f"{FOLDER_PREFIX}{os.getpid()}"
     folder.mkdir()
     mark(folder)
     try:

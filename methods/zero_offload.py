@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import ForecastTest
 from harness.core.option import with_option
-from methods.engines.deepspeed_config import stage_2, stage_2_plan
-from methods.engines.deepspeed_method import DeepSpeedMethod
-from methods.shared.data_parallel import rank_part
-from methods.shared.method_options import RANKS
+from methods.engines.deepspeed_config import DeepSpeedMethod, stage_2_config, stage_2_plan
+from methods.shared.data_parallel import RANKS, rank_part
 
 
 @dataclass(frozen=True)
@@ -31,5 +29,5 @@ class ZeroOffload(DeepSpeedMethod):
     def plan(self, workload: Workload, room: Room) -> Plan:
         return stage_2_plan(rank_part(workload, self.world_size), room, self.world_size)
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-        return stage_2(workload, on_gpu)
+    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
+        return stage_2_config(workload, on_gpu)

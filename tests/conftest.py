@@ -30,7 +30,7 @@ from harness.core.refusals import Unavailable
 from harness.devices import machine, sim
 from harness.gate import probe
 from methods.offload import adamw_kernel
-from methods.shared.memory_needs import IN_MEMORY, file_system
+from methods.shared.memory_needs import MEMORY_FILE_SYSTEMS, file_system
 from tests.support import closing_lines, covering, forks, packages, plain, seconds
 
 _serial = itertools.count()
@@ -38,7 +38,9 @@ hypothesis.settings.register_profile("harness", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("harness")
 # Models this small gain nothing from a second thread, and two that spin on a busy machine cost much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if file_system(Path(tempfile.gettempdir())) in IN_MEMORY:  # no folder for states that are kept on the disk
+if (
+    file_system(Path(tempfile.gettempdir())) in MEMORY_FILE_SYSTEMS
+):  # no folder for states that are kept on the disk
     os.environ["TMPDIR"] = tempfile.tempdir = "/var/tmp"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Devices are taken in turns by locks in one folder: tests side by side have a device each.

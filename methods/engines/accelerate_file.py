@@ -7,8 +7,7 @@ is in its utils/dataclasses.py (DeepSpeedPlugin, FullyShardedDataParallelPlugin)
 
 from __future__ import annotations
 
-from typing import Any
-
+from harness.base.json_object import JsonObject
 from harness.core.job import Workload
 from methods.engines.user_config import (
     AUTO,
@@ -17,18 +16,20 @@ from methods.engines.user_config import (
     KnownValue,
     Off,
     Only,
+    Options,
     Table,
     UserConfig,
-    checked,
-    read,
-    shown,
+    honored_entries,
+    message_text,
+    read_config,
 )
 
 # by distributed_type: the method that trains so
-METHODS = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2-offload"}
+METHOD_OF_TYPE = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2-offload"}
 # of accelerate's files
-SIGNS = ("distributed_type", "compute_environment", "deepspeed_config", "fsdp_config")
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # by --dtype: accelerate's mixed_precision
+SIGN_ENTRIES = ("distributed_type", "compute_environment", "deepspeed_config", "fsdp_config")
+# by --dtype: accelerate's mixed_precision
+PRECISION_OF_DTYPE = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 _PLACE = Dropped("says where ranks run, which --on says here")
 _SAVES = Dropped("concerns saving and loading")
 _OTHER = Off("another plugin than that of distributed_type; leave it out")
@@ -129,35 +130,34 @@ FSDP: Table = {
 FSDP_DEFAULTS = {"fsdp_version": 1, "fsdp_offload_params": False, "fsdp_auto_wrap_policy": "NO_WRAP"}
 
 
-def is_accelerates(data: dict[str, Any]) -> bool:
+def is_accelerate_file(data: JsonObject) -> bool:
     """True if the data of a file are accelerate's."""
-    return any(name in data for name in SIGNS)
+    return any(name in data for name in SIGN_ENTRIES)
 
 
-def for_deepspeed(config: UserConfig, workload: Workload, num_ranks: int) -> UserConfig:
+def deepspeed_config_of(config: UserConfig, workload: Workload, num_ranks: int) -> UserConfig:
     """Return the configuration of DeepSpeed that accelerate would make of this file: that of its plugin, or the file
-    that it names. Raises ValueError as checked() does, or if the file is for another method."""
+    that it names. Raises ValueError as honored_entries() does, or if the file is for another method."""
     config = _for_method(config, "DEEPSPEED")
-    plugin = checked(config, TABLE | DEEPSPEED, _known_values(workload, num_ranks)).get(
-        "deepspeed_config", {}
-    )
+    entries = honored_entries(config, TABLE | DEEPSPEED, _accelerate_values(workload, num_ranks))
+    plugin = entries.get("deepspeed_config", {})
     if file := plugin.pop("deepspeed_config_file", None):
         if plugin:
             message = f"expected no other entries beside deepspeed_config_file, got {', '.join(plugin)}"
             raise ValueError(f"{config.source}: {message}; try them in {file}")
-        return read(str(config.folder / file))
-    zero: dict[str, Any] = {"stage": plugin.get("zero_stage", 2)}
-    for of in ("optimizer", "param"):
-        zero[f"offload_{of}"] = {"device": str(plugin.get(f"offload_{of}_device", "none")).lower()}
+        return read_config(str(config.folder / file))
+    zero: JsonObject = {"stage": plugin.get("zero_stage", 2)}
+    for kind in ("optimizer", "param"):
+        zero[f"offload_{kind}"] = {"device": str(plugin.get(f"offload_{kind}_device", "none")).lower()}
     settings = {name: plugin.get(name, AUTO) for name in ("gradient_accumulation_steps", "gradient_clipping")}
     return config._replace(data={**settings, "zero_optimization": zero})
 
 
-def for_fsdp(text: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
+def fsdp_options_of(text: str, workload: Workload, num_ranks: int) -> Options:
     """Return the options of -m fsdp2-offload by the file `text`, or by YAML's data as JSON. Raises ValueError as
-    for_deepspeed() does."""
-    config = read(text)
-    if not is_accelerates(config.data):
+    deepspeed_config_of() does."""
+    config = read_config(text)
+    if not is_accelerate_file(config.data):
         message = "expected accelerate's YAML, with distributed_type FSDP, got none"
         raise ValueError(f"{config.source}: {message}; try -m deepspeed for a configuration of DeepSpeed")
     config = _for_method(config, "FSDP")
@@ -165,19 +165,23 @@ def for_fsdp(text: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
     if isinstance(entries, dict):
         named = {f"fsdp_{str(name).removeprefix('fsdp_')}": value for name, value in entries.items()}
         config.data["fsdp_config"] = FSDP_DEFAULTS | named
-    kept = checked(config, TABLE | FSDP, _known_values(workload, num_ranks)).get("fsdp_config", {})
+    honored = honored_entries(config, TABLE | FSDP, _accelerate_values(workload, num_ranks))
+    plugin = honored.get("fsdp_config", {})
     # accelerate's mixed precision sums gradients in the dtype of the weights.
-    summed = "fp32" if workload.dtype == "fp32" else "weights"
-    return {"reshard_after_forward": kept.get("fsdp_reshard_after_forward", True), "reduce_dtype": summed}
+    reduce_dtype = "fp32" if workload.dtype == "fp32" else "weights"
+    return {
+        "reshard_after_forward": plugin.get("fsdp_reshard_after_forward", True),
+        "reduce_dtype": reduce_dtype,
+    }
 
 
 def _for_method(config: UserConfig, kind: str) -> UserConfig:
     """Return a copy of the configuration, if it is for the method of this distributed_type."""
-    got = config.data.get("distributed_type")
-    if got != kind:
-        message = f"expected distributed_type {kind}, as -m {METHODS[kind]}, got {shown(got)}"
-        method = METHODS.get(got) if isinstance(got, str) else None
-        ways = f"-m {method}" if method else "a file for " + " or ".join(METHODS)
+    value = config.data.get("distributed_type")
+    if value != kind:
+        message = f"expected distributed_type {kind}, as -m {METHOD_OF_TYPE[kind]}, got {message_text(value)}"
+        method = METHOD_OF_TYPE.get(value) if isinstance(value, str) else None
+        ways = f"-m {method}" if method else "a file for " + " or ".join(METHOD_OF_TYPE)
         raise ValueError(f"{config.source}: {message}; try {ways}")
     data = dict(config.data)
     if data.get("mixed_precision") is False:  # YAML's reading of no
@@ -185,15 +189,15 @@ def _for_method(config: UserConfig, kind: str) -> UserConfig:
     return config._replace(data=data)
 
 
-def _known_values(workload: Workload, num_ranks: int) -> dict[str, KnownValue]:
-    dtypes = {word: dtype for dtype, word in PRECISIONS.items()}
+def _accelerate_values(workload: Workload, num_ranks: int) -> dict[str, KnownValue]:
+    dtypes = {precision: dtype for dtype, precision in PRECISION_OF_DTYPE.items()}
     dtype = f"--dtype {workload.dtype}"
-    ways = " or ".join(PRECISIONS.values())
+    ways = " or ".join(PRECISION_OF_DTYPE.values())
     return {
-        "num_processes": KnownValue(num_ranks, "--ranks", lambda got: f"--ranks {shown(got)}"),
+        "num_processes": KnownValue(num_ranks, "--ranks", lambda value: f"--ranks {message_text(value)}"),
         "mixed_precision": KnownValue(
-            PRECISIONS[workload.dtype],
+            PRECISION_OF_DTYPE[workload.dtype],
             dtype,
-            lambda got: f"--dtype {dtypes[got]}" if isinstance(got, str) and got in dtypes else ways,
+            lambda value: f"--dtype {dtypes[value]}" if isinstance(value, str) and value in dtypes else ways,
         ),
     }

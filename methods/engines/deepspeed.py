@@ -18,23 +18,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from harness.base.json_object import JsonObject
 from harness.core.job import BETAS, EPSILON, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Workload
 from harness.core.method import Step, TensorState, Trained, Training, Unavailable
 from methods.engines.deepspeed_config import (
-    COUNTED,
+    COUNTED_ACCUMULATIONS,
     KERNELS,
-    NEEDS,
+    NEEDS_DEEPSPEED,
     EngineSettings,
-    extensions,
-    is_built,
-    lacks_to_build,
-    versions,
+    is_kernel_built,
+    kernel_folder,
+    kernel_versions,
+    missing_to_build,
 )
-from methods.engines.deepspeed_stage_0 import kept_by
+from methods.engines.deepspeed_stage_0 import main_states_of
 from methods.engines.release import Release, importing
 
 # The rule of methods/shared/loss_scale.py, but after the start or an overflow DeepSpeed doubles the scale a step later.
-FP16 = {
+FP16_SETTINGS = {
     "enabled": True,
     "loss_scale": 0,  # dynamic
     "initial_scale_power": int(math.log2(INITIAL_LOSS_SCALE)),
@@ -43,21 +44,21 @@ FP16 = {
 }
 
 
-def _fp16(workload: Workload) -> dict[str, Any]:
-    return {**FP16, "loss_scale_window": workload.loss_scale_window or LOSS_SCALE_WINDOW}
+def _fp16_section(workload: Workload) -> JsonObject:
+    return {**FP16_SETTINGS, "loss_scale_window": workload.loss_scale_window or LOSS_SCALE_WINDOW}
 
 
-def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any]:
+def engine_config(workload: Workload, settings: EngineSettings) -> JsonObject:
     """Return DeepSpeed's configuration for this job."""
-    parts = workload.micro_batches
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": workload.batch_size // settings.num_ranks // parts,
-        "gradient_accumulation_steps": parts if settings.accumulation in COUNTED else 1,
+    num_parts = workload.micro_batches
+    config: JsonObject = {
+        "train_micro_batch_size_per_gpu": workload.batch_size // settings.num_ranks // num_parts,
+        "gradient_accumulation_steps": num_parts if settings.accumulation in COUNTED_ACCUMULATIONS else 1,
         # given even if it is 0 (no clipping), because the default is 1.0
         "gradient_clipping": workload.clip_norm,
         "zero_optimization": settings.zero,
         "bf16": {"enabled": workload.dtype == "bf16"},
-        "fp16": _fp16(workload) if workload.dtype == "fp16" else {"enabled": False},
+        "fp16": _fp16_section(workload) if workload.dtype == "fp16" else {"enabled": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
@@ -72,36 +73,36 @@ def engine_config(workload: Workload, settings: EngineSettings) -> dict[str, Any
         if settings.adam == "published":
             parameters["torch_adam"] = True
         config["optimizer"] = {"type": "AdamW", "params": parameters}
-    return _merged(config, settings.extra)
+    return _merge_sections(config, settings.extra_entries)
 
 
-def _merged(config: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+def _merge_sections(config: JsonObject, extra_entries: JsonObject) -> JsonObject:
     """Return the entries of both; where both have a section, its entries are merged."""
-    both = {
-        name: _merged(config[name], extra[name])
-        for name in config.keys() & extra.keys()
-        if isinstance(config[name], dict) and isinstance(extra[name], dict)
+    merged_sections = {
+        name: _merge_sections(config[name], extra_entries[name])
+        for name in config.keys() & extra_entries.keys()
+        if isinstance(config[name], dict) and isinstance(extra_entries[name], dict)
     }
-    return config | extra | both
+    return config | extra_entries | merged_sections
 
 
 def train(
-    workload: Workload, batches: Any, device: str, settings: EngineSettings, needed: ExitStack
+    workload: Workload, batches: Any, device: str, settings: EngineSettings, open_context: ExitStack
 ) -> Training:
     """Train with the engine of deepspeed.initialize(); each rank trains on its part of every batch, micro-batch by
     micro-batch.
 
-    `needed`: a context that stays open until all trained tensors have been read, because each tensor is made only when
-    it is read. Raises Unavailable if deepspeed or a kernel that the settings need is missing.
+    `open_context`: a context that stays open until all trained tensors have been read, because each tensor is made only
+    when it is read. Raises Unavailable if deepspeed or a kernel that the settings need is missing.
     """
     release, num_ranks = settings.release, settings.num_ranks
     adam = "cpu_adam" if "offload_optimizer" in settings.zero else "fused_adam"
     assert release is None or release.archive  # raises Unavailable if the release is not installed
-    if settings.adam == "deepspeed" and not is_built(adam, release):
-        lacking = lacks_to_build(adam, release)
-        raise Unavailable(lacking or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")
+    if settings.adam == "deepspeed" and not is_kernel_built(adam, release):
+        reason = missing_to_build(adam, release)
+        raise Unavailable(reason or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")
     deepspeed = import_deepspeed(device, num_ranks, release)
-    load_built(release, adam, *(["async_io"] if "aio" in settings.extra else []))
+    load_built_kernels(release, adam, *(["async_io"] if "aio" in settings.extra_entries else []))
     is_scaled = workload.dtype == "fp16"
     if is_scaled and device != "cuda":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -114,20 +115,20 @@ def train(
     from harness.devices.exchange import join_alone, join_others, leave_others
 
     join_alone(device) if num_ranks == 1 else join_others(device)
-    needed.callback(leave_others)
+    open_context.callback(leave_others)
     rank = dist.get_rank()
     engine = _engine(deepspeed, workload, engine_config(workload, settings), device, settings)
-    counts, num_parts = settings.accumulation in COUNTED, workload.micro_batches
+    counts, num_parts = settings.accumulation in COUNTED_ACCUMULATIONS, workload.micro_batches
     for step, batch in enumerate(batches, start=1):
-        for group in _groups(engine):
+        for group in _parameter_groups(engine):
             # set now, because SuperOffload updates during backward()
             group["lr"] = workload.learning_rate_at(step)
         scale, losses = float(engine.optimizer.loss_scale) if is_scaled else 1.0, []
-        mine = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch)
-        for number, part in enumerate(zip(*mine, strict=True), start=1):
+        rank_tokens = (tokens.chunk(num_ranks)[rank].chunk(num_parts) for tokens in batch)
+        for number, micro_batch in enumerate(zip(*rank_tokens, strict=True), start=1):
             if settings.accumulation in ("accelerate", "caller"):
                 engine.set_gradient_accumulation_boundary(number == num_parts)
-            loss = engine(*part, scale)
+            loss = engine(*micro_batch, scale)
             # backward() multiplies by the scale again, and divides by the accumulation steps that it knows.
             engine.backward(loss / scale if counts else loss / scale / num_parts)
             losses.append(loss.detach())
@@ -136,11 +137,13 @@ def train(
         norm, mean = engine.get_global_grad_norm(), torch.stack(losses).mean() / num_ranks
         if num_ranks > 1:
             dist.all_reduce(mean)
-        ended = Step(mean, None if norm is None else torch.as_tensor(norm))
+        finished_step = Step(mean, None if norm is None else torch.as_tensor(norm))
         if is_scaled:
-            ended = ended._replace(loss_scale=scale, is_skipped=bool(engine.optimizer.overflow))
-        yield ended
-    return Trained(states(engine, needed.pop_all()))
+            finished_step = finished_step._replace(
+                loss_scale=scale, is_skipped=bool(engine.optimizer.overflow)
+            )
+        yield finished_step
+    return Trained(trained_states(engine, open_context.pop_all()))
 
 
 def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = None) -> Any:
@@ -149,32 +152,32 @@ def import_deepspeed(device: str, num_ranks: int = 1, release: Release | None = 
     if deepspeed is missing, or if the release does not import under the installed torch.
     """
     if num_ranks == 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        with socket.socket() as free_socket:
+            free_socket.bind(("127.0.0.1", 0))
+            port = str(free_socket.getsockname()[1])
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {
         "LOCAL_RANK": "0",  # DeepSpeed selects the GPU of this number; each rank sees only one GPU
         # DeepSpeed's launcher sets LOCAL_SIZE, without which DeepSpeed on a CPU starts numactl several times a step.
         "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "DS_ACCELERATOR": "cuda" if device == "cuda" else "cpu",
-        "TORCH_EXTENSIONS_DIR": str(extensions(release)),
+        "TORCH_EXTENSIONS_DIR": str(kernel_folder(release)),
         # the folder of ninja
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
     warnings.filterwarnings("ignore", category=FutureWarning)
-    with importing(release, f"this method {NEEDS}"):
+    with importing(release, f"this method {NEEDS_DEEPSPEED}"):
         import deepspeed
     if device != "cuda":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "sim":
         from methods.engines import deepspeed_sim
 
-        deepspeed_sim.use()
+        deepspeed_sim.use_sim()
     return deepspeed
 
 
-def load_built(release: Release | None, *kernels: str) -> None:
+def load_built_kernels(release: Release | None, *kernels: str) -> None:
     """Load the named kernels, except any kernel that is not compiled. Without this call DeepSpeed would start ninja in
     every run to check the kernels."""
     from deepspeed.ops import op_builder
@@ -183,11 +186,11 @@ def load_built(release: Release | None, *kernels: str) -> None:
 
     def load(kernel: str) -> None:
         OpBuilder._loaded_ops[kernel] = _import_module_from_library(
-            kernel, extensions(release) / kernel, True
+            kernel, kernel_folder(release) / kernel, True
         )
 
     for kernel in kernels:
-        if is_built(kernel, release):
+        if is_kernel_built(kernel, release):
             if kernel == "async_io" and hasattr(op_builder, "PinMemoryBuilder"):  # since 0.19.5
                 load("pin_memory")
                 op_builder.PinMemoryBuilder().load()  # async_io, loaded next, needs the symbols of pin_memory
@@ -218,7 +221,7 @@ def superoffload_worker(
     """
     from deepspeed.runtime.superoffload import superoffload_utils
 
-    load_built(release, "cpu_adam")
+    load_built_kernels(release, "cpu_adam")
     optimizers = []
 
     class KeptAdam(superoffload_utils.DeepSpeedCPUAdam):
@@ -241,14 +244,14 @@ def _fetch_superoffloads_states(optimizer: Any) -> None:
     process.param_queue.put(None)
     states = process.result_queue.get()
     for number, weights in enumerate(optimizer.fp32_partitioned_groups_flat):
-        on_host = optimizer.subgroup_to_device[number] == "cpu"
-        optimizer.optimizer.state[weights] = (
-            states[number] if on_host else optimizer.backup_optimizer.state[weights]
-        )
+        if optimizer.subgroup_to_device[number] == "cpu":
+            optimizer.optimizer.state[weights] = states[number]
+        else:
+            optimizer.optimizer.state[weights] = optimizer.backup_optimizer.state[weights]
 
 
-def build(kernel: str, release: Release | None = None) -> None:
-    """Compile one of the kernels of a release of DeepSpeed (None: the installed one) into the folder of extensions().
+def compile_kernel(kernel: str, release: Release | None = None) -> None:
+    """Compile one of the kernels of a release of DeepSpeed (None: the installed one) into kernel_folder().
     Only one process builds at a time; others wait.
 
     Removes the locks of an interrupted build, because DeepSpeed would wait for them forever. Raises Unavailable if
@@ -257,11 +260,11 @@ def build(kernel: str, release: Release | None = None) -> None:
     import_deepspeed("cpu", release=release)
     from deepspeed.accelerator import get_accelerator
 
-    folder = extensions(release)
+    folder = kernel_folder(release)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "one_build", "w") as one_build:
         fcntl.flock(one_build, fcntl.LOCK_EX)
-        if is_built(kernel, release):  # another process has built the kernel while this one waited
+        if is_kernel_built(kernel, release):  # another process has built the kernel while this one waited
             return
         for lock in folder.glob("*/lock"):
             lock.unlink()
@@ -273,7 +276,7 @@ def build(kernel: str, release: Release | None = None) -> None:
         os.environ["CPATH"] = os.pathsep.join(filter(None, [str(header.parents[1]), os.environ.get("CPATH")]))
         with _compiled_as_one_file(folder):
             builder.load(verbose=True)
-        (folder / f"{kernel}.built").write_text(versions(release))
+        (folder / f"{kernel}.built").write_text(kernel_versions(release))
 
 
 @contextmanager
@@ -289,30 +292,33 @@ def _compiled_as_one_file(folder: Path) -> Iterator[None]:
     load = cpp_extension.load
 
     def load_one(
-        name: str, sources: list[str], extra_cflags: list[str], extra_include_paths: list[str], **rest: Any
+        name: str, sources: list[str], extra_cflags: list[str], extra_include_paths: list[str], **options: Any
     ) -> Any:
-        apart = [source for source in sources if Path(source).parent.name == "common"]
-        whole, seen = folder / f"{name}.cpp", set[Path]()
-        texts = [
-            _inlined(Path(source), extra_include_paths, seen) for source in sources if source not in apart
-        ]
+        separate_sources = [source for source in sources if Path(source).parent.name == "common"]
+        whole, inserted_files = folder / f"{name}.cpp", set[Path]()
+        texts = []
+        for source in sources:
+            if source not in separate_sources:
+                texts.append(_text_with_includes(Path(source), extra_include_paths, inserted_files))
         whole.write_text("".join(texts))
         flags = [flag for flag in extra_cflags if flag != "-g"]
-        return load(name, [str(whole), *apart], flags, extra_include_paths=extra_include_paths, **rest)
+        return load(
+            name, [str(whole), *separate_sources], flags, extra_include_paths=extra_include_paths, **options
+        )
 
     with mock.patch.object(cpp_extension, "load", load_one):
         yield
 
 
-def _inlined(file: Path, folders: list[str], seen: set[Path]) -> str:
+def _text_with_includes(file: Path, folders: list[str], inserted_files: set[Path]) -> str:
     """Return the file's text. Included files that lie in the file's own folder or in `folders` are inserted. Each file
-    is inserted only once, because many files have no include guard. `seen`: files inserted so far."""
-    seen.add(file)
+    is inserted only once, because many files have no include guard. `inserted_files`: files inserted so far."""
+    inserted_files.add(file)
 
     def included(match: re.Match[str]) -> str:
         paths = [Path(folder, match[1]).resolve() for folder in (str(file.parent), *folders)]
         for path in filter(Path.exists, paths):
-            return "" if path in seen else _inlined(path, folders, seen)
+            return "" if path in inserted_files else _text_with_includes(path, folders, inserted_files)
         return match[0]
 
     return re.sub(r'^#include [<"](.+)[>"]', included, file.read_text(), flags=re.MULTILINE) + "\n"
@@ -326,23 +332,23 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, setti
     from harness.models.gpt import DTYPES, adamw_groups, initials
 
     dtype, is_partitioned = DTYPES[workload.dtype], config["zero_optimization"]["stage"] == 3
-    model = _model(deepspeed, workload, config, device, settings)
+    model = _new_model(deepspeed, workload, config, device, settings)
     named = list(model.named_parameters())
 
-    def drawn() -> Iterator[tuple[Any, Any]]:
+    def starting_values() -> Iterator[tuple[Any, Any]]:
         """Yield each parameter once, with its starting value."""
         for name, parameter in named:
             assert parameter.dtype == dtype, f"{name} is {parameter.dtype}, not {dtype}"
         starts = initials(((name, _shape_of(parameter)) for name, parameter in named), workload)
         return zip((parameter for _, parameter in named), starts, strict=True)
 
-    def start(parameter: Any, value: Any) -> None:
+    def set_value(parameter: Any, value: Any) -> None:
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=is_partitioned):
             parameter.data.copy_(value)
 
     if workload.dtype == "fp32":
-        for parameter, value in drawn():
-            start(parameter, value)
+        for parameter, value in starting_values():
+            set_value(parameter, value)
     groups, optimizer = adamw_groups(model.parameters(), _shape_of), None
     if settings.adam == "fused":
         optimizer = torch.optim.AdamW(groups, lr=workload.learning_rate, betas=BETAS, eps=EPSILON, fused=True)
@@ -351,12 +357,12 @@ def _engine(deepspeed: Any, workload: Workload, config: dict, device: str, setti
     )
     if workload.dtype != "fp32":
         # DeepSpeed has made the fp32 main weights only now, of weights rounded to the dtype: set both to the starts.
-        kept = kept_by(engine.optimizer)
-        for parameter, value in drawn():
-            start(parameter, value)
+        main_states = main_states_of(engine.optimizer)
+        for parameter, value in starting_values():
+            set_value(parameter, value)
             safe_set_full_fp32_param(parameter, value)
-            if id(parameter) in kept:
-                kept[id(parameter)].weight.copy_(value)
+            if id(parameter) in main_states:
+                main_states[id(parameter)].weight.copy_(value)
     return engine
 
 
@@ -365,7 +371,9 @@ def _shape_of(parameter: Any) -> Any:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def _model(deepspeed: Any, workload: Workload, config: dict, device: str, settings: EngineSettings) -> Any:
+def _new_model(
+    deepspeed: Any, workload: Workload, config: dict, device: str, settings: EngineSettings
+) -> Any:
     """Return the workload's model without values: partitioned over the ranks in stage 3, on the device else."""
     import torch
 
@@ -385,7 +393,7 @@ def _model(deepspeed: Any, workload: Workload, config: dict, device: str, settin
     if workload.config is None:
         # The configuration gives the dtype; Init's argument `dtype` is not used, because it turns fp32 into bf16 on a
         # CPU.
-        with deepspeed.zero.Init(config_dict_or_path=config), undrawn():
+        with deepspeed.zero.Init(config_dict_or_path=config), without_random_values():
             return (ReentrantGPT if settings.reentrant else GPT)(workload)
     # zero.Init cannot make this model, but can partition it
     model = whole(workload).to_empty(device="cpu")
@@ -396,7 +404,7 @@ def _model(deepspeed: Any, workload: Workload, config: dict, device: str, settin
 
 
 @contextmanager
-def undrawn() -> Iterator[None]:
+def without_random_values() -> Iterator[None]:
     """Skip torch's own random starting values, because drawing them takes as long as drawing the harness's."""
     from torch import nn
 
@@ -406,16 +414,16 @@ def undrawn() -> Iterator[None]:
         yield
 
 
-def _groups(engine: Any) -> list[dict[str, Any]]:
+def _parameter_groups(engine: Any) -> list[dict[str, Any]]:
     """Return the optimizer's parameter groups. With SuperOffload add the groups of its second optimizer, which updates
     on the device."""
     backup = getattr(engine.optimizer, "backup_optimizer", None)
     return [*engine.optimizer.param_groups, *(backup.param_groups if backup else [])]
 
 
-def states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
+def trained_states(engine: Any, open_context: ExitStack) -> Iterator[TensorState]:
     """Yield the weight and moments of one parameter at a time. Stage 3 gathers these tensors on the device, which has
-    no room for the tensors of all parameters. At the end close the context `needed`."""
+    no room for the tensors of all parameters. At the end close the context `open_context`."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
@@ -425,13 +433,13 @@ def states(engine: Any, needed: ExitStack) -> Iterator[TensorState]:
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     if hasattr(engine.optimizer, "superoffload_cpu_optimizer"):
         _fetch_superoffloads_states(engine.optimizer)
-    with needed:
-        kept = kept_by(engine.optimizer)
+    with open_context:
+        main_states = main_states_of(engine.optimizer)
         for name, parameter in engine.module.named_parameters():
-            if part := kept.get(id(parameter)):
-                yield TensorState(
-                    name, part.weight.clone(), part.state.get("exp_avg"), part.state.get("exp_avg_sq")
-                )
+            main_state = main_states.get(id(parameter))
+            if main_state is not None:
+                moments = (main_state.state.get("exp_avg"), main_state.state.get("exp_avg_sq"))
+                yield TensorState(name, main_state.weight.clone(), *moments)
                 continue
             weight = safe_get_full_fp32_param(parameter)
             yield TensorState(

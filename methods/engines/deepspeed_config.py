@@ -1,4 +1,5 @@
-"""Settings, memory plans and compiled kernels of the DeepSpeed methods. Needs only the standard library.
+"""Settings, memory plans and compiled kernels of the DeepSpeed methods, and their base class. Needs only the standard
+library.
 
 DeepSpeed can bind ranks to cores. The harness does not let it, because a single rank needs all cores of the machine.
 """
@@ -6,22 +7,26 @@ DeepSpeed can bind ranks to cores. The harness does not let it, because a single
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from harness.base.checkout import ROOT
+from harness.base.json_object import JsonObject
 from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
+from harness.core.method import Training
 from harness.plan.resources import parts_sent, sum_sent
-from methods.engines.release import Release
+from methods.engines.release import Release, ReleasedMethod
 from methods.shared.memory_needs import (
-    each_page_locked,
+    describe,
     gathered_params,
-    num_small,
-    one_micro_batch,
-    page_locked,
+    micro_batch_workload,
+    num_vector_params,
+    page_locked_bytes,
+    separately_locked_bytes,
 )
 
 EXTENSIONS = ROOT / ".venv" / "torch_extensions"  # folder of the compiled kernels of the installed DeepSpeed
@@ -39,59 +44,60 @@ ACCUMULATIONS = {
     "caller": "by several backward passes, the last one marked by set_gradient_accumulation_boundary()",
     "unmarked": "by several backward passes, none of them marked, as with torch alone",
 }
-COUNTED = ("engine", "accelerate")  # accumulations of which DeepSpeed's configuration tells the number
+# accumulations of which DeepSpeed's configuration tells the number
+COUNTED_ACCUMULATIONS = ("engine", "accelerate")
 # Each value of the option `offload` but None: what lives on the host. The number is the lowest stage that allows it.
 OFFLOADS = {"optimizer": 1, "all": 3}
-NEEDS = "needs deepspeed: pip install deepspeed==0.19.8"
+NEEDS_DEEPSPEED = "needs deepspeed: pip install deepspeed==0.19.8"
 # For each kernel: the DeepSpeed class that builds it, and the seconds that the build takes on a 2-core EPYC.
 KERNELS = {
     "cpu_adam": ("CPUAdamBuilder", 25),
     "fused_adam": ("FusedAdamBuilder", 25),
     "async_io": ("AsyncIOBuilder", 35),
 }
-HEADERS = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
+HEADER_PACKAGES = {"Python.h": "python3-dev", "libaio.h": "libaio-dev"}  # headers and their Debian packages
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """What a method asks of DeepSpeed's engine, beside what the workload says."""
 
-    zero: dict[str, Any]  # the configuration's entry zero_optimization
+    zero: JsonObject  # the configuration's entry zero_optimization
     adam: str = "fused"  # a key of ADAMS
     reentrant: bool = False  # True: use torch's older recompute
     num_ranks: int = 1
     release: Release | None = None  # None: the installed release
     accumulation: str = "engine"  # a key of ACCUMULATIONS
-    extra: dict[str, Any] = field(default_factory=dict)  # further entries of the configuration
+    extra_entries: JsonObject = field(default_factory=dict)  # further entries of the configuration
 
 
-def extensions(release: Release | None) -> Path:
+def kernel_folder(release: Release | None) -> Path:
     """Return the folder of the compiled kernels of a release; None: of the installed one."""
     return release.folder / EXTENSIONS.name if release else EXTENSIONS
 
 
-def is_built(kernel: str, release: Release | None = None) -> bool:
+def is_kernel_built(kernel: str, release: Release | None = None) -> bool:
     """Return whether the kernel has been compiled for the installed torch and this release of DeepSpeed."""
-    stamp = extensions(release) / f"{kernel}.built"
-    return stamp.exists() and stamp.read_text() == versions(release)
+    stamp = kernel_folder(release) / f"{kernel}.built"
+    return stamp.exists() and stamp.read_text() == kernel_versions(release)
 
 
-def lacks_to_build(kernel: str, release: Release | None = None) -> str | None:
+def missing_to_build(kernel: str, release: Release | None = None) -> str | None:
     """Return what is missing to compile a kernel, and how to get it. Return None if nothing is missing, or if the
     kernel is already built."""
-    if is_built(kernel, release):
+    if is_kernel_built(kernel, release):
         return None
     if not native_build.find():
         return f"DeepSpeed's {kernel} needs a compiler: apt-get install g++"
-    needed = list(HEADERS) if kernel == "async_io" else ["Python.h"]
-    lacking = [name for name in needed if not native_build.has_header(name)]
-    packages = " ".join(HEADERS[name] for name in lacking)
-    return (
-        f"DeepSpeed's {kernel} needs {' and '.join(lacking)}: apt-get install {packages}" if lacking else None
-    )
+    headers = list(HEADER_PACKAGES) if kernel == "async_io" else ["Python.h"]
+    missing_headers = [name for name in headers if not native_build.has_header(name)]
+    if not missing_headers:
+        return None
+    packages = " ".join(HEADER_PACKAGES[name] for name in missing_headers)
+    return f"DeepSpeed's {kernel} needs {' and '.join(missing_headers)}: apt-get install {packages}"
 
 
-def versions(release: Release | None = None) -> str:
+def kernel_versions(release: Release | None = None) -> str:
     """Return the versions of torch and deepspeed, on which a compiled kernel depends, or which of the two packages is
     missing."""
     try:
@@ -100,7 +106,7 @@ def versions(release: Release | None = None) -> str:
         return f"no {error.name}"
 
 
-def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
+def stage_2_config(workload: Workload, on_gpu: bool) -> JsonObject:
     """Return the configuration of ZeRO stage 2: weights on the device, gradients and optimizer on the host."""
     bucket = min(BUCKET_PARAMS, workload.num_params)
     return {
@@ -113,7 +119,7 @@ def stage_2(workload: Workload, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
+def stage_3_config(workload: Workload, on_gpu: bool) -> JsonObject:
     """Return the configuration of ZeRO stage 3: weights, gradients and optimizer on the host. The thresholds depend on
     the model's size, so that layers leave the device after use."""
     return {
@@ -132,14 +138,15 @@ def stage_3(workload: Workload, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def zero_of_stage(workload: Workload, stage: int, offload: str | None, *, on_gpu: bool) -> dict[str, Any]:
+def stage_config(workload: Workload, stage: int, offload: str | None, *, on_gpu: bool) -> JsonObject:
     """Return the configuration of a stage of ZeRO. `offload`: a key of OFFLOADS; None: nothing lives on the host."""
     if stage == 0:
         return {"stage": 0}
-    zero = stage_3(workload, on_gpu) if stage == 3 else {**stage_2(workload, on_gpu), "stage": stage}
-    kept = {None: (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}[
-        offload
-    ]
+    zero = stage_3_config(workload, on_gpu)
+    if stage != 3:
+        zero = {**stage_2_config(workload, on_gpu), "stage": stage}
+    sections = {None: (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
+    kept = sections[offload]
     return {name: value for name, value in zero.items() if not name.startswith("offload_") or name in kept}
 
 
@@ -152,7 +159,7 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
 
 def activation_bytes(workload: Workload) -> int:
     """Return the bytes of activations: of one micro-batch, because an engine trains one after the other."""
-    part = one_micro_batch(workload)
+    part = micro_batch_workload(workload)
     return part.num_layers * part.boundary_bytes + part.working_bytes
 
 
@@ -219,9 +226,8 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
         del device["optimizer"]
         host = {"weights": 4 * rank_params, "gradients": 4 * rank_params, "optimizer": 8 * rank_params}
     if stage == 3:
-        host["buffers"] = (
-            size * rank_params
-        )  # at the start DeepSpeed lays a rank's weights together on the host
+        # At the start DeepSpeed lays a rank's weights together on the host.
+        host["buffers"] = size * rank_params
     if stage < 3:
         return Plan(device, host, exchanged=stage_2_exchanged(workload, num_ranks, stage))
     moved = 2 * size * rank_params + stage_3_summed(workload, num_ranks) if offload else 0
@@ -231,11 +237,11 @@ def zero_plan(workload: Workload, room: Room, stage: int, offload: str | None, n
 def group_params(workload: Workload) -> tuple[int, int]:
     """Return the number of parameters in each of the optimizer's two groups: matrices, and biases with norms. Each
     group is one flat tensor in memory."""
-    small = num_small(workload)
+    small = num_vector_params(workload)
     return workload.num_params - small, small
 
 
-def sub_groups(workload: Workload) -> list[int]:
+def sub_group_numels(workload: Workload) -> list[int]:
     """Return the number of parameters in each of stage 3's sub-groups, in stage 3's order. A sub-group takes whole
     tensors until it has at least SUB_GROUP_PARAMS parameters."""
     tensors = [*workload.anatomy.ends.values(), *(workload.num_layers * [*workload.anatomy.layer.values()])]
@@ -252,20 +258,20 @@ def sub_groups(workload: Workload) -> list[int]:
     return numels
 
 
-def flat_groups(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
+def flat_group_bytes(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
     """Return the bytes of two page-locked tensors on a rank, one for each of the optimizer's groups. Each tensor holds
     the rank's part of its group. `size`: bytes of an element."""
-    return sum(page_locked(size * -(-params // num_ranks), room) for params in group_params(workload))
+    return sum(page_locked_bytes(size * -(-params // num_ranks), room) for params in group_params(workload))
 
 
 def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str, int]:
     """Return the bytes that a rank takes on the host with stage 2: the rank's part of masters, gradients and moments,
     and a flat copy of all weights; with micro-batches also the rank's part of their sum, in the weights' dtype. On sim
     the sum of the first four is 20 (fp32) or 18 (bf16) bytes per parameter."""
-    part, params = flat_groups(4, workload, room, num_ranks), -(-workload.num_params // num_ranks)
+    part, params = flat_group_bytes(4, workload, room, num_ranks), -(-workload.num_params // num_ranks)
     summed = workload.weight_bytes * params if workload.micro_batches > 1 else 0
     states = {"weights": part, "gradients": part + summed, "optimizer": 8 * params}
-    return {**states, "buffers": flat_groups(workload.weight_bytes, workload, room)}
+    return {**states, "buffers": flat_group_bytes(workload.weight_bytes, workload, room)}
 
 
 def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
@@ -274,13 +280,14 @@ def stage_3_plan(workload: Workload, room: Room, num_ranks: int = 1) -> Plan:
     what the weights took before they were partitioned: torch's cache keeps this memory after it is freed."""
     params, size = -(-workload.num_params // num_ranks), workload.weight_bytes
     gathered = -(-gathered_params(workload) // num_ranks)
-    sub_groups, rest = divmod(params, SUB_GROUP_PARAMS)
-    freed = each_page_locked(size, workload, room, num_ranks) if room.page_locks else 0
+    num_sub_groups, last_params = divmod(params, SUB_GROUP_PARAMS)
+    freed = separately_locked_bytes(size, workload, room, num_ranks) if room.page_locks else 0
     home = {  # bytes on the host; on sim their sum is 24 (fp32) or 20 (bf16) bytes per parameter
-        "weights": flat_groups(size, workload, room, num_ranks) + 4 * params,
-        "gradients": sub_groups * page_locked(4 * SUB_GROUP_PARAMS, room) + page_locked(4 * rest, room),
+        "weights": flat_group_bytes(size, workload, room, num_ranks) + 4 * params,
+        "gradients": num_sub_groups * page_locked_bytes(4 * SUB_GROUP_PARAMS, room)
+        + page_locked_bytes(4 * last_params, room),
         "optimizer": 8 * params,
-        "buffers": page_locked(size * params, room) + freed,
+        "buffers": page_locked_bytes(size * params, room) + freed,
     }
     fetched = workload.micro_batches * gathered
     moved, exchanged = size * (fetched + params), stage_3_exchanged(workload, num_ranks)
@@ -305,3 +312,71 @@ def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
     return {
         kind: parts_sent(workload.micro_batches * size * count, num_ranks) for kind, count in sent.items()
     }
+
+
+class DeepSpeedMethod(ReleasedMethod):
+    """The base class of the DeepSpeed methods: a subclass gives its configuration of ZeRO and its memory plan."""
+
+    package = "deepspeed"
+    color = "#E7D6EF"
+    log_dialect = "deepspeed"
+    adam = "deepspeed"  # the host's Adam: a key of ADAMS
+    reentrant = False  # True: use torch's older recompute
+    world_size = 1  # ranks
+    accumulates = True
+    accumulation = "engine"  # a key of ACCUMULATIONS
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("adam", ADAMS), ("accumulation", ACCUMULATIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        super().__post_init__()
+
+    @property
+    def kernel(self) -> str | None:
+        """Return the name of the DeepSpeed kernel that must be compiled before a run; None if no kernel is needed."""
+        return "cpu_adam" if self.adam == "deepspeed" else None
+
+    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
+        """Return the entry zero_optimization of DeepSpeed's configuration. Each subclass defines this method."""
+        raise NotImplementedError
+
+    def settings(self, workload: Workload, *, on_gpu: bool) -> EngineSettings:
+        zero = self.zero(workload, on_gpu=on_gpu)
+        return EngineSettings(
+            zero, self.adam, self.reentrant, self.world_size, self.other_release, self.accumulation
+        )
+
+    def missing(self, device: str) -> str | None:
+        if not find_spec("deepspeed"):
+            return NEEDS_DEEPSPEED
+        return missing_to_build(self.kernel, self.other_release) if self.kernel else None
+
+    @property
+    def build_seconds(self) -> int:  # type: ignore[override]
+        return KERNELS[self.kernel][1] if self.kernel else 0
+
+    def to_build(self) -> str | None:
+        texts, kernel, release = [super().to_build()], self.kernel, self.other_release
+        if kernel and not is_kernel_built(kernel, release) and not missing_to_build(kernel, release):
+            texts.append(f"DeepSpeed's {kernel}, once, about {self.build_seconds} seconds on two cores")
+        return "; ".join(filter(None, texts)) or None
+
+    def build(self) -> None:
+        from methods.engines import deepspeed
+
+        super().build()
+        if self.kernel:
+            deepspeed.compile_kernel(self.kernel, self.other_release)
+
+    def describe(self, workload: Workload, device: str) -> dict[str, str]:
+        row = describe(workload, self.implementation, ADAMS[self.adam])
+        recompute = f"{row['recompute']}{', reentrant' if self.reentrant else ''}"
+        return {**row, "recompute": recompute, "clipping": "global norm, by the engine"}
+
+    def train(self, workload: Workload, batches, device: str) -> Training:
+        from methods.engines import deepspeed
+
+        with ExitStack() as open_context:
+            settings = self.settings(workload, on_gpu=device == "cuda")
+            return (yield from deepspeed.train(workload, batches, device, settings, open_context))

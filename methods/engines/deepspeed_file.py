@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core.job import BETAS, EPSILON, LOSS_SCALE_WINDOW, WEIGHT_DECAY, Plan, Room, Workload
 from methods.engines import accelerate_file
-from methods.engines.deepspeed_config import BUCKET_PARAMS, COUNTED, zero_plan
+from methods.engines.deepspeed_config import BUCKET_PARAMS, COUNTED_ACCUMULATIONS, zero_plan
 from methods.engines.user_config import (
     AUTO,
     Dropped,
@@ -24,10 +25,10 @@ from methods.engines.user_config import (
     Only,
     Table,
     UserConfig,
-    checked,
-    read,
-    shown,
-    text_of,
+    config_text,
+    honored_entries,
+    message_text,
+    read_config,
     value_at,
 )
 
@@ -229,12 +230,12 @@ TABLE |= {f"scheduler.params.{name}": _NO_SCHEDULE for name in SCHEDULE}
 ADAMW = ("adamw", "adam")
 HOST_DEVICES = ("none", "cpu")
 # dtypes in which gradients are summed
-SUMS = (("", "communication_data_type"), ("data_types", "grad_accum_dtype"))
+SUM_DTYPE_ENTRIES = (("", "communication_data_type"), ("data_types", "grad_accum_dtype"))
 # Entries whose `auto` is filled in: dtypes of sums, what is kept on a device, and entries of ZeRO, of which DeepSpeed,
 # too, takes the default for `auto`; but not the stage, whose default splits nothing.
 AUTOMATIC = {
-    *(".".join(filter(None, names)) for names in SUMS),
-    *(f"zero_optimization.offload_{of}.device" for of in ("optimizer", "param")),
+    *(".".join(filter(None, names)) for names in SUM_DTYPE_ENTRIES),
+    *(f"zero_optimization.offload_{kind}.device" for kind in ("optimizer", "param")),
     *(path for path in TABLE if path.startswith("zero_optimization.") and path.count(".") == 1),
 } - {"zero_optimization.stage"}
 TABLE |= {
@@ -246,7 +247,7 @@ TABLE |= {
 BUCKET_SIZE, LIVE_PARAMS = 500_000_000, 1_000_000_000
 
 
-def filled(workload: Workload) -> dict[str, int]:
+def automatic_sizes(workload: Workload) -> dict[str, int]:
     """Return the sizes of ZeRO that accelerate fills in for `auto`, from the model's width."""
     square = workload.hidden_size**2
     return {
@@ -260,7 +261,7 @@ def filled(workload: Workload) -> dict[str, int]:
 class DeepSpeedFile:
     """What a user's configuration asks of DeepSpeed, without the entries that the workload gives."""
 
-    entries: dict[str, Any]
+    entries: JsonObject
     stage: int
     offload: str | None  # a key of deepspeed_config.OFFLOADS; None: nothing lives on the host
     adam: str | None  # a key of deepspeed_config.ADAMS; None: the configuration leaves it to the caller
@@ -270,51 +271,51 @@ class DeepSpeedFile:
     def read(cls, text: str, workload: Workload, num_ranks: int, accumulation: str) -> DeepSpeedFile:
         """Read a file of DeepSpeed or accelerate, or JSON. Raises ValueError, one line with a way out, for an entry
         that says otherwise than the workload, that cannot be honored, or that is not known."""
-        config = read(text)
-        if is_accelerates := accelerate_file.is_accelerates(config.data):
-            config = accelerate_file.for_deepspeed(config, workload, num_ranks)
-        entries = checked(config, TABLE, _known_values(workload, num_ranks, accumulation))
+        config = read_config(text)
+        if is_from_accelerate := accelerate_file.is_accelerate_file(config.data):
+            config = accelerate_file.deepspeed_config_of(config, workload, num_ranks)
+        entries = honored_entries(config, TABLE, _workload_values(workload, num_ranks, accumulation))
         _check_schedule(config)
         for dtype in ("bf16", "fp16"):
             if dtype != workload.dtype:  # switched off, so nothing in it is read
                 entries.pop(dtype, None)
-        for section, name in SUMS:
-            of = entries.get(section, {}) if section else entries
-            if of.get(name) == workload.dtype:
-                of[name] = AUTO  # a probe of the same configuration may have another dtype
+        for section, name in SUM_DTYPE_ENTRIES:
+            section_entries = entries.get(section, {}) if section else entries
+            if section_entries.get(name) == workload.dtype:
+                section_entries[name] = AUTO  # a probe of the same configuration may have another dtype
         zero = entries.setdefault("zero_optimization", {})
-        for name in [name for name, value in zero.items() if value == AUTO and name not in filled(workload)]:
-            del zero[name]  # DeepSpeed takes its default
-        stage, offload = _stage(config, zero), _offload(config, zero)
-        return cls(
-            entries, stage, offload, adam_of(config, entries), "accelerate" if is_accelerates else None
-        )
+        for name, value in list(zero.items()):
+            if value == AUTO and name not in automatic_sizes(workload):
+                del zero[name]  # DeepSpeed takes its default
+        stage, offload = _checked_stage(config, zero), _offload_key(config, zero)
+        file_accumulation = "accelerate" if is_from_accelerate else None
+        return cls(entries, stage, offload, adam_of(config, entries), file_accumulation)
 
     @property
     def text(self) -> str:
         """The configuration as JSON; reading it gives the same configuration, whatever the workload gives."""
-        return text_of(self.entries)
+        return config_text(self.entries)
 
     @property
     def overlaps(self) -> bool:
         """True if ranks exchange gradients during the backward pass. DeepSpeed's default depends on the stage."""
         return bool(self.entries["zero_optimization"].get("overlap_comm", self.stage == 3))
 
-    def zero(self, workload: Workload) -> dict[str, Any]:
+    def zero(self, workload: Workload) -> JsonObject:
         """Return the entry zero_optimization for this workload."""
-        sizes = filled(workload)
+        sizes = automatic_sizes(workload)
         zero = self.entries["zero_optimization"]
         return {name: sizes[name] if value == AUTO else value for name, value in zero.items()}
 
-    def others(self, workload: Workload) -> dict[str, Any]:
+    def other_entries(self, workload: Workload) -> JsonObject:
         """Return all entries but zero_optimization for this workload."""
         data = copy.deepcopy(
             {name: value for name, value in self.entries.items() if name != "zero_optimization"}
         )
-        for section, name in SUMS:
-            of = data.get(section, {}) if section else data
-            if of.get(name) == AUTO:
-                of[name] = workload.dtype
+        for section, name in SUM_DTYPE_ENTRIES:
+            section_entries = data.get(section, {}) if section else data
+            if section_entries.get(name) == AUTO:
+                section_entries[name] = workload.dtype
         return data
 
     def plan(self, workload: Workload, room: Room, num_ranks: int) -> Plan:
@@ -339,22 +340,24 @@ class DeepSpeedFile:
         return replace(plan, device=device)
 
 
-def _auto(got: Any) -> str:
+def _say_auto(got: Any) -> str:
     return '"auto"'
 
 
-def _known_values(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, KnownValue]:
+def _workload_values(workload: Workload, num_ranks: int, accumulation: str) -> dict[str, KnownValue]:
     """Return what the workload gives, by the entry's path."""
-    counted = workload.micro_batches if accumulation in COUNTED else 1
+    counted = workload.micro_batches if accumulation in COUNTED_ACCUMULATIONS else 1
     batch_text = f"-b {workload.batch_size}"
     if num_ranks > 1:
         batch_text += f", {num_ranks} ranks"
     if counted > 1:
         batch_text += f", {workload.micro_batches} micro-batches"
-    accumulation_text = "--micro-batches" if accumulation in COUNTED else f"accumulation={accumulation}"
+    accumulation_text = f"accumulation={accumulation}"
+    if accumulation in COUNTED_ACCUMULATIONS:
+        accumulation_text = "--micro-batches"
     known_values = {
         "gradient_accumulation_steps": KnownValue(
-            counted, accumulation_text, lambda got: f"--micro-batches {shown(got)}"
+            counted, accumulation_text, partial(_option_text, "--micro-batches")
         ),
         "train_micro_batch_size_per_gpu": KnownValue(
             workload.batch_size // num_ranks // workload.micro_batches,
@@ -368,23 +371,26 @@ def _known_values(workload: Workload, num_ranks: int, accumulation: str) -> dict
             batch_text,
             lambda got: f"-b {got // counted * workload.micro_batches}" if isinstance(got, int) else '"auto"',
         ),
-        "gradient_clipping": KnownValue(workload.clip_norm, "--clip", lambda got: f"--clip {shown(got)}"),
-        "optimizer.params.lr": KnownValue(workload.learning_rate, "--lr", lambda got: f"--lr {shown(got)}"),
+        "gradient_clipping": KnownValue(workload.clip_norm, "--clip", partial(_option_text, "--clip")),
+        "optimizer.params.lr": KnownValue(workload.learning_rate, "--lr", partial(_option_text, "--lr")),
     }
     if workload.dtype == "fp16":
         window = workload.loss_scale_window or LOSS_SCALE_WINDOW
-        known_values["fp16.loss_scale_window"] = KnownValue(window, "the reference's loss scale", _auto)
+        known_values["fp16.loss_scale_window"] = KnownValue(window, "the reference's loss scale", _say_auto)
     for dtype in ("bf16", "fp16"):
         known_values[f"{dtype}.enabled"] = KnownValue(
-            workload.dtype == dtype, f"--dtype {workload.dtype}", partial(_dtype_call, dtype)
+            workload.dtype == dtype, f"--dtype {workload.dtype}", partial(_dtype_option, dtype)
         )
     for name, value in (("betas", list(BETAS)), ("eps", EPSILON), ("weight_decay", WEIGHT_DECAY)):
-        known = KnownValue(value, "the reference's AdamW", _auto)
-        known_values[f"optimizer.params.{name}"] = known
+        known_values[f"optimizer.params.{name}"] = KnownValue(value, "the reference's AdamW", _say_auto)
     return known_values
 
 
-def _dtype_call(dtype: str, got: Any) -> str:
+def _option_text(option: str, got: Any) -> str:
+    return f"{option} {message_text(got)}"
+
+
+def _dtype_option(dtype: str, got: Any) -> str:
     return f"--dtype {dtype}" if got is True else '"auto"'
 
 
@@ -398,16 +404,16 @@ def _check_schedule(config: UserConfig) -> None:
         raise ValueError(f"{config.source}: {message}; leave scheduler out")
 
 
-def _stage(config: UserConfig, zero: dict[str, Any]) -> int:
+def _checked_stage(config: UserConfig, zero: JsonObject) -> int:
     stage = zero.setdefault("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ValueError(
-            f"{config.source}: expected zero_optimization.stage 0, 1, 2 or 3, got {shown(stage)}"
+            f"{config.source}: expected zero_optimization.stage 0, 1, 2 or 3, got {message_text(stage)}"
         )
     return int(stage)
 
 
-def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
+def _offload_key(config: UserConfig, zero: JsonObject) -> str | None:
     """Return the key of deepspeed_config.OFFLOADS; None: nothing lives on the host. Leave out sections of states that
     stay on the device."""
     offloads = []
@@ -417,15 +423,17 @@ def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
             message = f"expected {name} on the device or on cpu, got nvme"
             raise ValueError(f"{config.source}: {message}; try -m zero-infinity-nvme")
         if device not in (*HOST_DEVICES, AUTO):
-            raise ValueError(f'{config.source}: expected {name}.device "none" or "cpu", got {shown(device)}')
+            raise ValueError(
+                f'{config.source}: expected {name}.device "none" or "cpu", got {message_text(device)}'
+            )
         if device == "cpu":
             offloads.append(name)
         else:
             zero.pop(name, None)
-    least = 3 if "offload_param" in offloads else len(offloads)
-    if zero["stage"] < least:
-        message = f"expected stage {least} or higher for {offloads[-1]}, got {zero['stage']}"
-        raise ValueError(f"{config.source}: {message}; try stage {least}")
+    least_stage = 3 if "offload_param" in offloads else len(offloads)
+    if zero["stage"] < least_stage:
+        message = f"expected stage {least_stage} or higher for {offloads[-1]}, got {zero['stage']}"
+        raise ValueError(f"{config.source}: {message}; try stage {least_stage}")
     if offloads == ["offload_param"]:
         message = "expected offload_optimizer on cpu beside offload_param, got none"
         raise ValueError(
@@ -434,16 +442,15 @@ def _offload(config: UserConfig, zero: dict[str, Any]) -> str | None:
     return (None, "optimizer", "all")[len(offloads)]
 
 
-def adam_of(config: UserConfig, entries: dict[str, Any]) -> str | None:
+def adam_of(config: UserConfig, entries: JsonObject) -> str | None:
     """Return which AdamW updates. An optimizer in the configuration is DeepSpeed's own, unless it asks for torch's.
     Without one, DeepSpeed's is demanded on the host, unless zero_force_ds_cpu_optimizer is false."""
     if "optimizer" in config.data:
         kind = value_at(entries, "optimizer.type")
         if not isinstance(kind, str) or kind.lower() not in ADAMW:
-            message = f"expected optimizer.type AdamW, as the reference, got {shown(kind)}"
+            message = f"expected optimizer.type AdamW, as the reference, got {message_text(kind)}"
             raise ValueError(f"{config.source}: {message}; leave optimizer out")
         return "published" if value_at(entries, "optimizer.params.torch_adam") else "deepspeed"
     is_on_host = "offload_optimizer" in entries["zero_optimization"]
-    return (
-        "deepspeed" if is_on_host and entries.get("zero_force_ds_cpu_optimizer", True) is not False else None
-    )
+    is_demanded = entries.get("zero_force_ds_cpu_optimizer", True) is not False
+    return "deepspeed" if is_on_host and is_demanded else None

@@ -5,6 +5,7 @@ DeepSpeed 0.19.8 asks for the device's memory, to decide if it flattens tensors 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,32 +64,35 @@ class SimAccelerator(CPU_Accelerator):
         return self.module.mem_get_info()[0]
 
 
+def _module_function(name: str) -> Callable[..., Any]:
+    """Return a method that calls the function `name` of torch.sim, whatever device it is asked about."""
+    return lambda self, device_index=None: getattr(self.module, name)()
+
+
 def _constructor(dtype: torch.dtype) -> property:
     return property(lambda self: partial(torch.tensor, dtype=dtype, device="sim"))
 
 
-ANSWERS = {
+CONSTANT_ANSWERS = {
     "is_synchronized_device": False,
     "current_device_name": "sim:0",
     "current_device": 0,
     "device_count": 1,
 }
-QUESTIONS = {name: name for name in ("synchronize", "current_stream", "default_stream")}
+MODULE_FUNCTIONS = {name: name for name in ("synchronize", "current_stream", "default_stream")}
 for name in ("memory_allocated", "max_memory_allocated"):
-    QUESTIONS |= dict.fromkeys(
+    MODULE_FUNCTIONS |= dict.fromkeys(
         (name, name.replace("allocated", "reserved"), name.replace("allocated", "cached")), name
     )
-for name, answer in ANSWERS.items():
+for name, answer in CONSTANT_ANSWERS.items():
     setattr(SimAccelerator, name, lambda self, answer=answer: answer)
-for name, question in QUESTIONS.items():
-    setattr(
-        SimAccelerator, name, lambda self, index=None, question=question: getattr(self.module, question)()
-    )
+for name, function_name in MODULE_FUNCTIONS.items():
+    setattr(SimAccelerator, name, _module_function(function_name))
 for name, dtype in DTYPES.items():
     setattr(SimAccelerator, name, _constructor(dtype))
 
 
-def use() -> None:
+def use_sim() -> None:
     """Make DeepSpeed use the simulated device in this process. Raises Unavailable if that device is not compiled."""
     require_device("sim", "DeepSpeed")
     set_accelerator(SimAccelerator())

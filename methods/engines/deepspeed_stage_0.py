@@ -18,7 +18,7 @@ class MainState(NamedTuple):
     state: dict[str, Any]
 
 
-def kept_by(optimizer: Any) -> dict[int, MainState]:
+def main_states_of(optimizer: Any) -> dict[int, MainState]:
     """Return what the optimizer of an engine of stage 0 keeps, by the identity of the parameter; empty if the optimizer
     is of another stage, or of a kind that DeepSpeed's own functions can read."""
     if hasattr(optimizer, "fp32_groups"):  # a main weight for each parameter
@@ -40,13 +40,13 @@ def kept_by(optimizer: Any) -> dict[int, MainState]:
 
 def _of_flat_groups(optimizer: Any) -> Iterator[tuple[int, MainState]]:
     for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-        state, first = optimizer.optimizer.state[flat], 0
+        state, start = optimizer.optimizer.state[flat], 0
         for parameter in parameters:
-            end = first + parameter.numel()
-            of_parameter = {
-                name: value[first:end].view_as(parameter)
+            stop = start + parameter.numel()
+            parameter_state = {
+                name: value[start:stop].view_as(parameter)
                 for name, value in state.items()
                 if getattr(value, "shape", None) == flat.shape
             }
-            yield id(parameter), MainState(flat.detach()[first:end].view_as(parameter), of_parameter)
-            first = end
+            yield id(parameter), MainState(flat.detach()[start:stop].view_as(parameter), parameter_state)
+            start = stop

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from harness.core.job import Workload
 from harness.models.grouped_heads import repeated, takes_groups
 from harness.models.model import new_ends
-from methods.engines.megatron_names import QKV, Sizes, shared_dim
+from methods.engines.megatron_names import QKV, GptModelSizes, shared_dim
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ignore warnings that Apex and Transformer Engine are absent
@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import MegatronModule
 
 
-def joined(name: str, gpt_tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
+def join_tensors(name: str, gpt_tensors: Sequence[Tensor], sizes: GptModelSizes) -> Tensor:
     """Join the harness's tensors into GPTModel's tensor `name`; return it whole, not split over ranks.
 
     In GPTModel the rows of the fused QKV are ordered by groups of heads: each group's queries, then its key, then its
@@ -53,8 +53,8 @@ def joined(name: str, gpt_tensors: Sequence[Tensor], sizes: Sizes) -> Tensor:
     return gpt_tensors[0]
 
 
-def apart(name: str, whole: Tensor, num_tensors: int, sizes: Sizes) -> list[Tensor]:
-    """Split a whole tensor of GPTModel into `num_tensors` tensors of the harness: the inverse of joined()."""
+def split_tensor(name: str, whole: Tensor, num_tensors: int, sizes: GptModelSizes) -> list[Tensor]:
+    """Split a whole tensor of GPTModel into `num_tensors` tensors of the harness: the inverse of join_tensors()."""
     if QKV in name:
         groups = whole.view(sizes.num_groups, -1, *whole.shape[1:])
         rows = [sizes.num_heads // sizes.num_groups * sizes.head_size, sizes.head_size, sizes.head_size]
@@ -70,13 +70,11 @@ def shard_of(name: str, whole: Tensor) -> Tensor:
     """Return this rank's part of a whole tensor of GPTModel, or the tensor itself if ranks do not split it."""
     if (dim := shared_dim(name)) is None:
         return whole
-    num_parts, rank = (
-        getattr(parallel_state, f"get_tensor_model_parallel_{what}")() for what in ("world_size", "rank")
-    )
-    return whole.chunk(num_parts, dim)[rank]
+    num_parts = parallel_state.get_tensor_model_parallel_world_size()
+    return whole.chunk(num_parts, dim)[parallel_state.get_tensor_model_parallel_rank()]
 
 
-def whole_of(name: str, shard: Tensor) -> Tensor:
+def gather_whole(name: str, shard: Tensor) -> Tensor:
     """Join all ranks' parts of a tensor of GPTModel, or of its optimizer state, and return the whole. All ranks must
     call this."""
     num_parts, dim = parallel_state.get_tensor_model_parallel_world_size(), shared_dim(name)
@@ -100,7 +98,7 @@ def inverse_frequencies(workload: Workload) -> Tensor:
     return next(buffer.clone() for name, buffer in buffers.items() if name.endswith("rotary_emb.inv_freq"))
 
 
-def stage() -> int:
+def stage_number() -> int:
     """Return the number of this rank's stage in its pipeline."""
     number: int = parallel_state.get_pipeline_model_parallel_rank()
     return number
@@ -139,23 +137,23 @@ def forward_and_backward(model: Any, parts: Sequence[tuple[Tensor, Tensor]]) -> 
     return losses
 
 
-def range_of(optimizer: Any, parameter: Any) -> Any:
+def held_range(optimizer: Any, parameter: Any) -> Any:
     """Return the start and end of the elements of a flat parameter that this rank's distributed optimizer holds."""
     return optimizer._get_model_param_range_map(parameter)["param"]
 
 
-def set_main(optimizer: Any, parameter: Any, start: Tensor) -> None:
+def set_main_weight(optimizer: Any, parameter: Any, start: Tensor) -> None:
     """Set a parameter's fp32 main weight to `start`. The distributed optimizer sets only the part of the main weight
     that this rank holds; a rank may hold no part."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not isinstance(part, DistributedOptimizer):
             parameter.main_param.data.copy_(start)
         elif parameter in part.model_param_gbuf_map:
-            held = range_of(part, parameter)
-            parameter.main_param.data.copy_(start.flatten()[held.start : held.end])
+            rank_range = held_range(part, parameter)
+            parameter.main_param.data.copy_(start.flatten()[rank_range.start : rank_range.end])
 
 
-def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
+def parameter_states(optimizer: Any, parameter: Any) -> list[Tensor]:
     """Return, in fp32, the weight and both moments of one of this rank's parameters. If the optimizer is distributed,
     all ranks must call this."""
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -166,9 +164,10 @@ def states_of(optimizer: Any, parameter: Any) -> list[Tensor]:
     slabs = [torch.zeros(parameter.numel(), device=parameter.device) for _ in range(3)]
     for part in optimizers:
         if parameter in part.model_param_gbuf_map:
-            held, states = range_of(part, parameter), part._get_main_param_and_optimizer_states(parameter)
+            rank_range = held_range(part, parameter)
+            states = part._get_main_param_and_optimizer_states(parameter)
             for slab, name in zip(slabs, ("param", "exp_avg", "exp_avg_sq"), strict=True):
-                slab[held.start : held.end] = states[name].detach().flatten()
+                slab[rank_range.start : rank_range.end] = states[name].detach().flatten()
     for slab in slabs:
         dist.all_reduce(slab, group=parallel_state.get_data_parallel_group())
     return [slab.view(parameter.shape) for slab in slabs]
@@ -212,8 +211,12 @@ class FusedAttention(MegatronModule):
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if not takes_groups(key):
             key, value = (repeated(heads, query.shape[1]) for heads in (key, value))
-        how = {"is_causal": True, "dropout_p": self.dropout, "enable_gqa": query.shape[1] != key.shape[1]}
-        mixed = F.scaled_dot_product_attention(query, key, value, **how)
+        attention_options = {
+            "is_causal": True,
+            "dropout_p": self.dropout,
+            "enable_gqa": query.shape[1] != key.shape[1],
+        }
+        mixed = F.scaled_dot_product_attention(query, key, value, **attention_options)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core import hub_config
 from harness.core.anatomy import Shapes
 from harness.core.job import Workload
@@ -25,10 +26,10 @@ LAYERS = "decoder.layers."  # prefix of a layer's tensors in GPTModel; the layer
 BY_ROWS = ("embedding.word_embeddings", "output_layer", QKV, FIRST_OF_MLP)
 BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
 
-Table = dict[str, list[str]]
+ModuleTable = dict[str, list[str]]
 # The tables map each module of GPTModel to the harness's modules whose tensors it holds. *_LAYER: the modules of a
 # layer. *_ENDS: embedding, final norm and head.
-GPT_LAYER: Table = {
+GPT_LAYER: ModuleTable = {
     "input_layernorm": ["ln1"],
     QKV: ["qkv"],
     "self_attention.linear_proj": ["proj"],
@@ -36,12 +37,12 @@ GPT_LAYER: Table = {
     FIRST_OF_MLP: ["fc1"],
     "mlp.linear_fc2": ["fc2"],
 }
-GPT_ENDS: Table = {
+GPT_ENDS: ModuleTable = {
     "embedding.word_embeddings": ["ends.wte"],
     "embedding.position_embeddings": ["ends.wpe"],
     "decoder.final_layernorm": ["ends.lnf"],
 }
-LLAMA_LAYER: Table = {
+LLAMA_LAYER: ModuleTable = {
     "input_layernorm": ["input_layernorm"],
     QKV: ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "self_attention.q_layernorm": ["self_attn.q_norm"],
@@ -51,7 +52,7 @@ LLAMA_LAYER: Table = {
     FIRST_OF_MLP: ["mlp.gate_proj", "mlp.up_proj"],
     "mlp.linear_fc2": ["mlp.down_proj"],
 }
-LLAMA_ENDS: Table = {
+LLAMA_ENDS: ModuleTable = {
     "embedding.word_embeddings": ["model.embed_tokens"],
     "decoder.final_layernorm": ["model.norm"],
     "output_layer": ["lm_head"],
@@ -59,7 +60,7 @@ LLAMA_ENDS: Table = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class GptModelSizes:
     """The sizes and options of a model that GPTModel needs beside the hidden size."""
 
     num_heads: int
@@ -72,7 +73,7 @@ class Sizes:
     epsilon: float  # epsilon of the norms
 
 
-def check(workload: Workload) -> None:
+def check_model(workload: Workload) -> None:
     """Raise ValueError if GPTModel lacks some of the model's tensors, or would compute the model differently."""
     if workload.config is None:
         return
@@ -86,11 +87,11 @@ def check(workload: Workload) -> None:
         raise ValueError(f"{message}; try -m stronghold or l2l")
 
 
-def _conventions(config: dict[str, Any]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def _conventions(config: JsonObject) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
     """Yield each convention that transformers' modules of FAMILIES take from the configuration and that no tensor's
     shape shows: its name, the model's value and the values that GPTModel computes alike. Left out are those that
-    GPTModel gets from elsewhere: angles from transformers' own buffer, the norms' epsilon from sizes_of(), starting
-    values from the harness; a sliding window is never shorter than a sample."""
+    GPTModel gets from elsewhere: angles from transformers' own buffer, the norms' epsilon from gpt_model_sizes(),
+    starting values from the harness; a sliding window is never shorter than a sample."""
     yield "a model of type", config["model_type"], FAMILIES
     yield "the activation", config.get("hidden_act", "silu"), ("silu",)
     # transformers gives the padding token's row of the embedding no gradient, GPTModel does.
@@ -101,11 +102,11 @@ def _conventions(config: dict[str, Any]) -> Iterator[tuple[str, Any, tuple[Any, 
         yield "positions of type", kind, ("default", "linear", "llama3")  # yarn scales attention, too
 
 
-def sizes_of(workload: Workload) -> Sizes:
-    """Return the sizes of a model that passes check()."""
+def gpt_model_sizes(workload: Workload) -> GptModelSizes:
+    """Return the sizes of a model that passes check_model()."""
     num_heads, size, anatomy = workload.num_heads, workload.hidden_size, workload.anatomy
     if workload.config is None:
-        return Sizes(
+        return GptModelSizes(
             num_heads,
             num_heads,
             size // num_heads,
@@ -117,7 +118,7 @@ def sizes_of(workload: Workload) -> Sizes:
         )
     layer = anatomy.layer
     head_size = layer["self_attn.q_proj.weight"][0] // num_heads
-    return Sizes(
+    return GptModelSizes(
         num_heads,
         layer["self_attn.k_proj.weight"][0] // head_size,
         head_size,
@@ -133,18 +134,20 @@ def layer_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:
     """Return the names of a layer's tensors in GPTModel, without the layer's prefix, each with the names of the
     harness's tensors that it holds."""
     if workload.config is None:
-        return dict(_held(GPT_LAYER, workload.anatomy.layer, biased=GPT_LAYER))
-    return dict(_held(LLAMA_LAYER, workload.anatomy.layer, biased=(QKV,)))
+        return dict(_held_tensors(GPT_LAYER, workload.anatomy.layer, biased=GPT_LAYER))
+    return dict(_held_tensors(LLAMA_LAYER, workload.anatomy.layer, biased=(QKV,)))
 
 
 def end_tensors(workload: Workload) -> dict[str, tuple[str, ...]]:
     """Return the tensors of embedding and head in the form of layer_tensors(); a tied head has no tensor of its own."""
     if workload.config is None:
-        return dict(_held(GPT_ENDS, workload.anatomy.ends, biased=GPT_ENDS))
-    return dict(_held(LLAMA_ENDS, workload.anatomy.ends, biased=()))
+        return dict(_held_tensors(GPT_ENDS, workload.anatomy.ends, biased=GPT_ENDS))
+    return dict(_held_tensors(LLAMA_ENDS, workload.anatomy.ends, biased=()))
 
 
-def _held(table: Table, shapes: Shapes, *, biased: Collection[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _held_tensors(
+    table: ModuleTable, shapes: Shapes, *, biased: Collection[str]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     for module, gpt_names in table.items():
         for kind in ("weight", "bias") if module in biased else ("weight",):
             names = tuple(f"{name}.{kind}" for name in gpt_names)

@@ -1,5 +1,6 @@
-"""Drives transformers.Trainer with the harness's model and batches. Its loop, loss, optimizer, clip and mixed precision
-are Trainer's and accelerate's own code.
+"""Drives transformers.Trainer with the harness's model and batches, alone or with a configuration of DeepSpeed, as
+TrainingArguments(deepspeed=...) takes it. Loop, loss, optimizer, clip and mixed precision are Trainer's and
+accelerate's own code; with DeepSpeed, engine, optimizer and accumulation are what these two make of it.
 
 Shapes: B batch, T tokens.
 """
@@ -9,8 +10,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import accelerate  # noqa: F401 without it transformers has no Trainer
 import torch
@@ -19,11 +22,17 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
+from harness.base.json_object import JsonObject
 from harness.core.job import BETAS, EPSILON, MOST, WEIGHT_DECAY, Workload
-from harness.core.method import Step, TensorState
-from harness.models.gpt import GPT, initialize
+from harness.core.method import Step, TensorState, Unavailable
+from harness.devices.exchange import join_alone, leave_others
+from harness.models.gpt import GPT, initialize, initials
 from harness.models.hub_model import causal_model, library
-from methods.engines.transformers_release import arguments_of
+from methods.engines import deepspeed
+from methods.engines.deepspeed_config import EngineSettings, is_kernel_built, missing_to_build
+from methods.engines.deepspeed_file import DeepSpeedFile
+from methods.engines.deepspeed_stage_0 import main_states_of
+from methods.engines.release import training_arguments_of
 from methods.engines.turns import Turns
 
 transformers: Any = sys.modules.get("transformers") or library()  # a release has been imported before
@@ -31,10 +40,10 @@ Trainer: Any = transformers.Trainer
 
 
 def _training_arguments(
-    workload: Workload, device: str, folder: str, deepspeed: dict[str, Any] | None
+    workload: Workload, device: str, folder: str, engine_config: JsonObject | None
 ) -> Any:
     """Return Trainer's arguments: the reference's AdamW, and nothing logged, saved or reported."""
-    return arguments_of(
+    return training_arguments_of(
         transformers.TrainingArguments,
         output_dir=folder,
         save_strategy="no",
@@ -57,13 +66,14 @@ def _training_arguments(
         bf16=workload.dtype == "bf16",
         activation_checkpointing=workload.config is not None,  # the GPT has checkpoints of its own
         activation_checkpointing_kwargs={"use_reentrant": False},
-        deepspeed=deepspeed,
+        deepspeed=engine_config,
     )
 
 
 class BatchTrainer(Trainer):
     """A Trainer that asks for one batch at a time, and gives the step of the batch before. `folder`: the folder that
-    Trainer makes for checkpoints; none is written. `deepspeed`: the configuration of DeepSpeed, if it is to train."""
+    Trainer makes for checkpoints; none is written. `engine_config`: DeepSpeed's configuration; None: train
+    without DeepSpeed."""
 
     lr_scheduler: Any
 
@@ -73,11 +83,11 @@ class BatchTrainer(Trainer):
         device: str,
         folder: str,
         model: Any,
-        deepspeed: dict[str, Any] | None = None,
+        engine_config: JsonObject | None = None,
     ) -> None:
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             del os.environ[name]  # accelerate would take another precision, device or engine than the job's
-        arguments = _training_arguments(workload, device, folder, deepspeed)
+        arguments = _training_arguments(workload, device, folder, engine_config)
         # on several GPUs Trainer would split a batch over all of them
         arguments._n_gpu = min(1, arguments.n_gpu)
         if device == "sim":
@@ -176,3 +186,83 @@ def empty_model(workload: Workload, device: str) -> Any:
     with torch.device("meta"):
         model = LabelledGPT(workload)
     return model.to_empty(device=device)
+
+
+class DeepSpeedTrainer(BatchTrainer):
+    """A BatchTrainer whose engine is DeepSpeed's. `open_context`: a context that stays open until all trained tensors
+    have been read. Raises Unavailable if deepspeed, or a kernel that the configuration needs, is missing."""
+
+    def __init__(
+        self, workload: Workload, device: str, folder: str, file: DeepSpeedFile, open_context: ExitStack
+    ) -> None:
+        self.open_context = open_context
+        _load_deepspeed(file, device)
+        join_alone(device)
+        open_context.callback(leave_others)
+        config = config_of_file(file, workload)
+        model = _model_for_deepspeed(workload, device, config)
+        with mock.patch.dict(os.environ):
+            # accelerate on a CPU would set the number of threads and join ranks itself
+            del os.environ["LOCAL_RANK"]
+            super().__init__(workload, device, folder, model, config)
+
+    def begin(self) -> None:
+        """Set the weights and DeepSpeed's main weights to the starting values. In bf16 main weights that DeepSpeed
+        makes of the model's would be rounded."""
+        from deepspeed import zero
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        engine: Any = self.deepspeed
+        main_states, named = main_states_of(engine.optimizer), list(engine.module.named_parameters())
+        shapes = ((name, getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named)
+        for (_, parameter), value in zip(named, initials(shapes, self.workload), strict=True):
+            with zero.GatheredParameters(parameter, modifier_rank=0, enabled=hasattr(parameter, "ds_shape")):
+                parameter.data.copy_(value)
+            safe_set_full_fp32_param(parameter, value)
+            if id(parameter) in main_states:
+                main_states[id(parameter)].weight.copy_(value)
+
+    def states(self) -> Iterable[TensorState]:
+        return deepspeed.trained_states(self.deepspeed, self.open_context.pop_all())
+
+
+def config_of_file(file: DeepSpeedFile, workload: Workload) -> JsonObject:
+    """Return the file's entries with those that the workload gives, as a user would write them for Trainer."""
+    adam = "deepspeed" if "optimizer" in file.entries else "fused"
+    settings = EngineSettings(
+        file.zero(workload), adam, accumulation="accelerate", extra_entries=file.other_entries(workload)
+    )
+    config = deepspeed.engine_config(workload, settings)
+    if "zero_force_ds_cpu_optimizer" not in file.entries:
+        del config["zero_force_ds_cpu_optimizer"]  # accelerate's default holds
+    return config
+
+
+def _model_for_deepspeed(workload: Workload, device: str, config: JsonObject) -> Any:
+    """Return the model without values, as from_pretrained() of transformers returns it: in stage 3 partitioned over the
+    ranks, in other stages whole on the host, or on sim for sim. The configuration gives the dtype."""
+    if config["zero_optimization"]["stage"] < 3:
+        # Make the model on sim itself, because a move to sim would make other parameters.
+        return empty_model(workload, "sim" if device == "sim" else "cpu")
+    from deepspeed import zero
+
+    if workload.config is None:
+        with zero.Init(config_dict_or_path=config), deepspeed.without_random_values():
+            return LabelledGPT(workload)
+    model = empty_model(workload, "cpu")
+    zero.Init(module=model, config_dict_or_path=config)
+    return model
+
+
+def _load_deepspeed(file: DeepSpeedFile, device: str) -> None:
+    """Import DeepSpeed, and load the kernel of its Adam if it is compiled. Raises Unavailable if the file needs a
+    kernel that is not compiled."""
+    adam = "cpu_adam" if file.offload else "fused_adam"
+    if file.adam == "deepspeed":
+        if adam == "fused_adam" and device == "cuda":
+            reason = "DeepSpeed's Adam on a GPU is not compiled here"
+            raise Unavailable(f"{reason}: try torch_adam true, or a configuration without an optimizer")
+        if not is_kernel_built(adam):
+            raise Unavailable(missing_to_build(adam) or f"DeepSpeed's {adam} is not compiled: ./run.sh setup")
+    deepspeed.import_deepspeed(device)
+    deepspeed.load_built_kernels(None, adam)

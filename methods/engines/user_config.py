@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.base.foreign_file import parsed_json, read_text, read_yaml
+from harness.base.json_object import JsonObject
 from harness.base.registry import did_you_mean
 
 AUTO = "auto"  # Hugging Face's word for a value that the caller gives
 # value of a method's option until its plan takes it from the configuration; None is a value, too
 UNSAID: Any = AUTO
-LONGEST = 80  # most characters of a value in a message
+MOST_CHARACTERS = 80  # most characters of a value in a message
 
 
 class Honored(NamedTuple):
@@ -55,18 +56,19 @@ class KnownValue(NamedTuple):
 
 
 Rule = Honored | Only | Dropped | Off
+Options = dict[str, Any]  # values of a method's options, by name
 Table = dict[str, Rule]  # rules by the entry's path, such as zero_optimization.stage
 
 
 class UserConfig(NamedTuple):
     """The data of a configuration, and the name of its file for messages."""
 
-    data: dict[str, Any]
+    data: JsonObject
     source: str
     folder: Path  # paths in the configuration begin here
 
 
-def read(config: str) -> UserConfig:
+def read_config(config: str) -> UserConfig:
     """Read the configuration in the file `config`, JSON or YAML; a `config` that begins with { is JSON itself. Raises
     ValueError if the file cannot be read, such as a link, or is no configuration."""
     is_text = config.lstrip().startswith("{")
@@ -82,44 +84,46 @@ def read(config: str) -> UserConfig:
             f"option config: cannot read {config if not is_text else 'the text'}: {message}"
         ) from error
     if not isinstance(data, dict):
-        raise ValueError(f"{source}: expected a configuration of DeepSpeed or accelerate, got {shown(data)}")
+        raise ValueError(
+            f"{source}: expected a configuration of DeepSpeed or accelerate, got {message_text(data)}"
+        )
     return UserConfig(data, source, Path() if is_text else path.resolve().parent)
 
 
-def checked(config: UserConfig, table: Table, known_values: dict[str, KnownValue]) -> dict[str, Any]:
+def honored_entries(config: UserConfig, table: Table, known_values: dict[str, KnownValue]) -> JsonObject:
     """Return those entries of the configuration that the engine gets. Raises ValueError, one line with a way out, for
     an entry that says otherwise than the workload, that cannot be honored, or that is not known."""
     for path, expected in known_values.items():
-        _compare(config, path, expected)
+        _refuse_contradiction(config, path, expected)
     return _honored(config, config.data, "", table, known_values)
 
 
-def settled(method: Any, defaults: dict[str, Any], says: dict[str, Any]) -> dict[str, Any]:
+def settled_options(method: Any, defaults: Options, configured_options: Options) -> Options:
     """Return the options named in `defaults`: as the configuration says, else as given, else by default. Raises
     ValueError if an option was given, even with its default, and the configuration says otherwise."""
     options = {name: value for name in defaults if (value := getattr(method, name)) != UNSAID}
-    for name, value in says.items():
+    for name, value in configured_options.items():
         if options.get(name, value) != value:
             message = f"expected {value}, as the configuration says, got {options[name]}"
             raise ValueError(f"option {name}: {message}; leave {name} out")
-    return defaults | options | says
+    return defaults | options | configured_options
 
 
-def fill_in(method: Any, defaults: dict[str, Any]) -> None:
+def fill_in(method: Any, defaults: Options) -> None:
     """Give the options of a method without a configuration, where they are UNSAID, their defaults."""
-    for name, value in settled(method, defaults, {}).items():
+    for name, value in settled_options(method, defaults, {}).items():
         object.__setattr__(method, name, value)  # a method is frozen once it is made
 
 
-def text_of(data: dict[str, Any]) -> str:
+def config_text(data: JsonObject) -> str:
     """Return the entries as JSON; equal entries give equal texts."""
-    return json.dumps(_plain(data), sort_keys=True, separators=(",", ":"))
+    return json.dumps(_with_whole_numbers(data), sort_keys=True, separators=(",", ":"))
 
 
-def shown(value: Any) -> str:
+def message_text(value: Any) -> str:
     """Return a value as a message shows it."""
     text = json.dumps(value, default=str, skipkeys=True)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
 def value_at(data: Any, path: str) -> Any:
@@ -129,17 +133,17 @@ def value_at(data: Any, path: str) -> Any:
     return data
 
 
-def _compare(config: UserConfig, path: str, known: KnownValue) -> None:
+def _refuse_contradiction(config: UserConfig, path: str, known: KnownValue) -> None:
     got = value_at(config.data, path)
-    if got is None or got == AUTO or _is_same(got, known.value):
+    if got is None or got == AUTO or _is_equal(got, known.value):
         return
-    expected = f"expected {path} {shown(known.value)}, as {known.said_by} says"
-    raise ValueError(f"{config.source}: {expected}, got {shown(got)}; try {known.way_out(got)}")
+    expected = f"expected {path} {message_text(known.value)}, as {known.said_by} says"
+    raise ValueError(f"{config.source}: {expected}, got {message_text(got)}; try {known.way_out(got)}")
 
 
 def _honored(
-    config: UserConfig, data: dict[str, Any], above: str, table: Table, known_values: dict[str, KnownValue]
-) -> dict[str, Any]:
+    config: UserConfig, data: JsonObject, above: str, table: Table, known_values: dict[str, KnownValue]
+) -> JsonObject:
     """Return the entries of the section `data` that the engine gets. `above`: the section's path, with a dot."""
     honored = {}
     for name, value in data.items():
@@ -152,14 +156,14 @@ def _honored(
         elif any(known.startswith(f"{path}.") for known in (*table, *known_values)):
             if value is not None and not is_section:
                 raise ValueError(
-                    f"{config.source}: expected {path} as a section of entries, got {shown(value)}"
+                    f"{config.source}: expected {path} as a section of entries, got {message_text(value)}"
                 )
             if section := _honored(config, value or {}, f"{path}.", table, known_values):
                 honored[name] = section
         else:
             siblings = {name.split(".")[0] for name in _below(above, (*table, *known_values))}
             hint = did_you_mean(str(name), siblings).strip()
-            message = f"{config.source}: expected entries of known names, got {shown(path)}"
+            message = f"{config.source}: expected entries of known names, got {message_text(path)}"
             raise ValueError(f"{message}; {hint or 'correct the name, or leave it out'}")
     return honored
 
@@ -174,12 +178,16 @@ def _is_kept(config: UserConfig, path: str, value: Any, rule: Rule) -> bool:
         return False
     if isinstance(rule, Off):
         if not _is_off(value):
-            raise ValueError(f"{config.source}: expected {path} switched off, got {shown(value)}: {rule.why}")
+            raise ValueError(
+                f"{config.source}: expected {path} switched off, got {message_text(value)}: {rule.why}"
+            )
         return False
     if isinstance(rule, Only):
-        if not any(_is_same(value, allowed) for allowed in rule.values):
-            expected = " or ".join(shown(allowed) for allowed in rule.values) or "left out"
-            raise ValueError(f"{config.source}: expected {path} {expected}, got {shown(value)}: {rule.why}")
+        if not any(_is_equal(value, allowed) for allowed in rule.values):
+            expected = " or ".join(message_text(allowed) for allowed in rule.values) or "left out"
+            raise ValueError(
+                f"{config.source}: expected {path} {expected}, got {message_text(value)}: {rule.why}"
+            )
         return False
     if value is None:
         return False
@@ -190,7 +198,7 @@ def _is_kept(config: UserConfig, path: str, value: Any, rule: Rule) -> bool:
         return True
     if not isinstance(value, rule.kinds) or (isinstance(value, bool) and bool not in rule.kinds):
         kinds = " or ".join(kind.__name__ for kind in rule.kinds)
-        raise ValueError(f"{config.source}: expected {path} as {kinds}, got {shown(value)}")
+        raise ValueError(f"{config.source}: expected {path} as {kinds}, got {message_text(value)}")
     return True
 
 
@@ -200,17 +208,17 @@ def _is_off(value: Any) -> bool:
     return not value
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_equal(value: Any, other: Any) -> bool:
     """True if both values are equal; true and 1 are not."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return isinstance(one, bool) is isinstance(other, bool) and one == other
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
-def _plain(value: Any) -> Any:
+def _with_whole_numbers(value: Any) -> Any:
     """Return a value in which whole numbers are integers: 2e8 and 200000000 are the same configuration."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _with_whole_numbers(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_with_whole_numbers(element) for element in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

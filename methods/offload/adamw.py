@@ -17,8 +17,8 @@ from torch import Tensor
 
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY
 from methods.offload import adamw_cuda, adamw_kernel, torch_ops  # noqa: F401  registers the kernel
-from methods.offload.state import State, joined, keep_
-from methods.shared.memory_needs import VECTOR
+from methods.offload.state import State, joined_master, keep_master_
+from methods.shared.memory_needs import VECTOR_NUMEL
 
 Factor = Tensor | float | None  # number by which a gradient is multiplied; None: 1
 
@@ -59,20 +59,20 @@ class AdamStep(NamedTuple):
     steps: Tensor
 
 
-def chunks(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
-    """Split the tensors of a slab, in order, into runs of at most `max_numel` elements, or VECTOR elements if that is
-    more. A tensor is cut only at multiples of VECTOR elements from its start."""
-    max_numel = max(VECTOR, max_numel // VECTOR * VECTOR)
+def split_into_runs(tensors: Sequence[Piece], max_numel: int) -> list[list[Piece]]:
+    """Split the tensors of a slab, in order, into runs of at most `max_numel` elements, or VECTOR_NUMEL elements if
+    that is more. A tensor is cut only at multiples of VECTOR_NUMEL elements from its start."""
+    max_numel = max(VECTOR_NUMEL, max_numel // VECTOR_NUMEL * VECTOR_NUMEL)
     runs: list[list[Piece]] = []
-    room = 0
+    room_numel = 0
     for start, stop, group in tensors:
         while start < stop:
-            if not runs or room < min(VECTOR, stop - start):
+            if not runs or room_numel < min(VECTOR_NUMEL, stop - start):
                 runs.append([])
-                room = max_numel
-            end = min(stop, start + room // VECTOR * VECTOR)
+                room_numel = max_numel
+            end = min(stop, start + room_numel // VECTOR_NUMEL * VECTOR_NUMEL)
             runs[-1].append(Piece(start, end, group))
-            room -= -(-(end - start) // VECTOR) * VECTOR
+            room_numel -= -(-(end - start) // VECTOR_NUMEL) * VECTOR_NUMEL
             start = end
     return runs
 
@@ -98,14 +98,14 @@ def update(
     if takes_one_pass(source, grads.device.type):
         start, stop = runs[0][0].start, runs[-1][-1].stop
         slabs = [[slab for slab in state.cut(start, stop) if slab is not None] for state in (source, target)]
-        known, computed = (factor, None) if isinstance(factor, float) else (1.0, factor)
-        for settings, table in _calls(runs, step.settings).items():
+        host_factor, device_factor = (factor, None) if isinstance(factor, float) else (1.0, factor)
+        for settings, piece_table in _kernel_calls(runs, step.settings).items():
             torch.ops.harness.adamw(
                 grads[start:stop],
                 *slabs,
-                computed,
-                known,
-                table,
+                device_factor,
+                host_factor,
+                piece_table,
                 settings,
                 step.number,
                 num_threads,
@@ -129,17 +129,24 @@ def _block_to_update(source: State, target: State, start: int, stop: int) -> Sta
     return block
 
 
-def _calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings, list[int]]:
+def _kernel_calls(runs: Sequence[list[Piece]], settings: Settings) -> dict[AdamSettings, list[int]]:
     """Return the kernel's calls: the settings of each call, with its table of pieces. The table has three numbers for
     each piece: start, stop, and 1 if the piece has weight decay. Pieces with and without weight decay share a call if
     all other settings agree."""
     calls: dict[AdamSettings, list[int]] = {}
-    alike = {of_group._replace(weight_decay=0.0): of_group for of_group in settings if of_group.weight_decay}
-    first = runs[0][0].start
+    # Settings with weight decay, by the same settings without it.
+    decayed_settings = {}
+    for group_settings in settings:
+        if group_settings.weight_decay:
+            decayed_settings[group_settings._replace(weight_decay=0.0)] = group_settings
+    first_element = runs[0][0].start
     for start, stop, group in (piece for run in runs for piece in run):
-        chosen = settings[group]
-        table = calls.setdefault(chosen if chosen.weight_decay else alike.get(chosen, chosen), [])
-        table += (start - first, stop - first, int(chosen.weight_decay != 0))
+        group_settings = call_settings = settings[group]
+        if not group_settings.weight_decay:
+            call_settings = decayed_settings.get(group_settings, group_settings)
+        piece_table = calls.setdefault(call_settings, [])
+        has_decay = int(group_settings.weight_decay != 0)
+        piece_table += (start - first_element, stop - first_element, has_decay)
     return calls
 
 
@@ -157,16 +164,16 @@ def _update_by_torch(
     """Update the state in place by torch's fused kernel. First multiply `grads` (fp32), in place, by `factor`."""
     if factor is not None:
         grads.mul_(factor)
-    values = joined(state)
+    masters = joined_master(state)
     if state.has_split_master:
         state.exp_avg_sq.abs_()
     for group, settings in enumerate(step.settings):
-        chosen = [piece for piece in pieces if piece.group == group]
-        if not chosen:
+        group_pieces = [piece for piece in pieces if piece.group == group]
+        if not group_pieces:
             continue
         weights, gradients, exp_avgs, exp_avg_sqs = (
-            [slab[piece.start : piece.stop] for piece in chosen]
-            for slab in (values, grads, state.exp_avg, state.exp_avg_sq)
+            [slab[piece.start : piece.stop] for piece in group_pieces]
+            for slab in (masters, grads, state.exp_avg, state.exp_avg_sq)
         )
         torch._fused_adamw_(
             weights,
@@ -174,7 +181,7 @@ def _update_by_torch(
             exp_avgs,
             exp_avg_sqs,
             [],
-            [step.steps] * len(chosen),
+            [step.steps] * len(group_pieces),
             amsgrad=False,
             maximize=False,
             beta1=settings.beta1,
@@ -183,4 +190,4 @@ def _update_by_torch(
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
         )
-    keep_(state, values)
+    keep_master_(state, masters)

@@ -15,7 +15,7 @@ from harness.devices.streams import Device
 from methods.offload.transfer import queue
 from methods.shared.loss_scale import LossScale
 
-BLOCK = 2**16  # elements of a block
+BLOCK_NUMEL = 2**16  # elements of a block
 
 
 def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor]:
@@ -27,7 +27,7 @@ def norms_of(grads: Sequence[Tensor], *, in_blocks: bool = False) -> list[Tensor
     if not grads:
         return []
     if in_blocks and grads[0].device.type != "cuda":
-        return [global_norm(norms_of(grad.flatten().split(BLOCK))) for grad in grads]
+        return [global_norm(norms_of(grad.flatten().split(BLOCK_NUMEL))) for grad in grads]
     return list(torch._foreach_norm([*grads], 2, dtype=torch.float32))
 
 
@@ -47,25 +47,26 @@ class Clip:
 
     Norms are added layer by layer, in the order of the backward pass. If there is neither a limit nor a loss scale, no
     factor is computed and nothing waits for one. `max_norm`: the limit; 0: no limit. `scale`: the loss scale; None: no
-    scale is used. `order`: for each parameter of the model, the index of its norm in the list of all norms, in which
-    the norms added last come first; None: this list is in the order of the model's parameters."""
+    scale is used. `norm_order`: for each parameter of the model, the index of its norm in the list of all norms, in
+    which the norms added last come first; None: this list is in the order of the model's parameters.
+    """
 
     def __init__(
         self,
         device: Device,
         max_norm: float,
         scale: LossScale | None = None,
-        order: Sequence[int] | None = None,
+        norm_order: Sequence[int] | None = None,
     ) -> None:
-        self.device, self.max_norm, self.order = device, max_norm, order
+        self.device, self.max_norm, self.norm_order = device, max_norm, norm_order
         # The factor of a step that is not clipped; None means 1.
-        self.unclipped = 1 / scale.value if scale and scale.is_used else None
+        self.unclipped_factor = 1 / scale.value if scale and scale.is_used else None
         self.norms: list[list[Tensor]] = []
         # after each layer, the squared norm so far; kept because a copy may read it
         self.squares: list[Tensor] = []
         self.factor: Tensor | None = None
         self.host_factor: Tensor | None = None
-        self.landed: Any = None
+        self.landed_event: Any = None  # end of the factor's copy to the host
 
     def add(self, norms: list[Tensor]) -> None:
         self.norms.append(norms)
@@ -78,11 +79,11 @@ class Clip:
         useless."""
         square = torch.stack(self.norms[-1]).square().sum()
         self.squares.append(square + self.squares[-1] if self.squares else square)
-        square_on_host, landed = self._send(self.squares[-1])
-        limit = (self.max_norm / (self.unclipped or 1)) ** 2 or sys.float_info.max
+        square_on_host, landed_event = self._send(self.squares[-1])
+        limit = (self.max_norm / (self.unclipped_factor or 1)) ** 2 or sys.float_info.max
 
         def is_within() -> bool:
-            landed.synchronize()
+            landed_event.synchronize()
             return float(square_on_host) <= limit
 
         return is_within
@@ -91,36 +92,37 @@ class Clip:
         """Compute the global norm of all added gradients, over all ranks, and the clip factor. The norm is summed in
         the order of the model's parameters."""
         norms = [*chain.from_iterable(reversed(self.norms))]
-        norm = global_norm([norms[place] for place in self.order] if self.order else norms)
-        self.total = self.device.ranks.norm(norm)
-        if self.unclipped is not None:
-            self.total = self.total * self.unclipped  # `unclipped` is a power of two here, so no bit is lost
+        norm = global_norm([norms[index] for index in self.norm_order] if self.norm_order else norms)
+        self.total_norm = self.device.ranks.norm(norm)
+        if self.unclipped_factor is not None:
+            # The factor is a power of two here, so no bit is lost.
+            self.total_norm = self.total_norm * self.unclipped_factor
         if self.max_norm:
-            self.factor = clip_factor(self.total, self.max_norm)
-        if self.unclipped is not None:
-            factor = torch.ones_like(self.total) if self.factor is None else self.factor
+            self.factor = clip_factor(self.total_norm, self.max_norm)
+        if self.unclipped_factor is not None:
+            factor = torch.ones_like(self.total_norm) if self.factor is None else self.factor
             # A factor of NaN marks a gradient that is not finite: the step is skipped.
-            self.factor = torch.where(self.total.isfinite(), factor * self.unclipped, math.nan)
+            self.factor = torch.where(self.total_norm.isfinite(), factor * self.unclipped_factor, math.nan)
 
     def send_home(self) -> None:
         """Queue the copy of the factor to the host, for updates on the host."""
         if self.factor is not None:
-            self.host_factor, self.landed = self._send(self.factor)
+            self.host_factor, self.landed_event = self._send(self.factor)
 
     def on_host(self) -> Tensor | None:
         """Wait for the factor's copy on the host and return this copy; None if there is no factor."""
         if self.host_factor is not None:
-            self.landed.synchronize()
+            self.landed_event.synchronize()
         return self.host_factor
 
     def is_one(self) -> bool:
         """Wait for the factor on the host; return True if the factor clips nothing."""
         factor = self.on_host()
-        return factor is None or float(factor) == (self.unclipped or 1)
+        return factor is None or float(factor) == (self.unclipped_factor or 1)
 
     def overflows(self) -> bool:
         """Wait for the factor; return True if a gradient is not finite. Without a loss scale return False at once."""
-        return self.unclipped is not None and math.isnan(float(self.on_host()))  # type: ignore[arg-type]
+        return self.unclipped_factor is not None and math.isnan(float(self.on_host()))  # type: ignore[arg-type]
 
     def _send(self, value: Tensor) -> tuple[Tensor, Any]:
         done = self.device.compute.record_event()

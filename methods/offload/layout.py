@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.models.gpt import is_decayed
 from methods.offload.adamw import Piece
-from methods.shared.memory_needs import ALIGNMENT, aligned
+from methods.shared.memory_needs import ALIGNMENT_BYTES, round_up
 
 
 class SlabPlace(NamedTuple):
@@ -31,11 +31,13 @@ class Layout:
         self.strides: dict[str, tuple[int, ...]] = {}
         self.numel = 0  # elements of the slab
         for name, shape, dtype in tensors:
-            size, unit = (shape.numel() * dtype.itemsize, 1) if dtype else (shape.numel(), 4)
-            self.places[name] = SlabPlace(self.numel, self.numel + size, shape, dtype)
+            extent, element_bytes = shape.numel(), 4
+            if dtype:  # a slab of bytes
+                extent, element_bytes = shape.numel() * dtype.itemsize, 1
+            self.places[name] = SlabPlace(self.numel, self.numel + extent, shape, dtype)
             self.strides[name] = torch.empty(shape, device="meta").stride()
             # rounded up: each tensor aligned like an fp32 allocation
-            self.numel += aligned(size, ALIGNMENT // unit)
+            self.numel += round_up(extent, ALIGNMENT_BYTES // element_bytes)
 
     @property
     def names(self) -> list[str]:
@@ -65,11 +67,14 @@ class Layout:
         return tensor.permute(sorted(range(tensor.ndim), key=lambda dim: -strides[dim])).flatten()
 
 
-def cut(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
+def cut_pieces(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
     """Return the parts of the pieces that lie in the elements [start, stop) of a slab, with positions counted from
     `start`."""
-    inside = (piece for piece in pieces if piece.start < stop and piece.stop > start)
-    return [Piece(max(a, start) - start, min(b, stop) - start, group) for a, b, group in inside]
+    cut = []
+    for piece in pieces:
+        if piece.start < stop and piece.stop > start:
+            cut.append(Piece(max(piece.start, start) - start, min(piece.stop, stop) - start, piece.group))
+    return cut
 
 
 def layout_of(module: nn.Module) -> Layout:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from methods.shared.memory_needs import CHUNK
+from methods.shared.memory_needs import CHUNK_NUMEL
 
 
 class State(NamedTuple):
@@ -48,7 +48,7 @@ def kept_dtypes(dtype: str) -> list[torch.dtype]:
     return [*master, torch.float32, torch.float32]
 
 
-def joined(state: State) -> Tensor:
+def joined_master(state: State) -> Tensor:
     """Return the fp32 master: a slab of the state, or a new tensor joined from both halves."""
     if state.master is None or not state.has_split_master:
         return state.weights if state.master is None else state.master
@@ -63,32 +63,33 @@ def joined(state: State) -> Tensor:
     return master
 
 
-def keep_(state: State, values: Tensor) -> None:
+def keep_master_(state: State, masters: Tensor) -> None:
     """Store these values as the weights and the fp32 master. If the master is split, its 17th bit is stored in the sign
     of exp_avg_sq."""
-    if values is not state.weights:
-        state.weights.copy_(values)
+    if masters is not state.weights:
+        state.weights.copy_(masters)
     if state.master is None or not state.has_split_master:
-        if state.master is not None and state.master is not values:
-            state.master.copy_(values)
+        if state.master is not None and state.master is not masters:
+            state.master.copy_(masters)
         return
-    low, high = _halves(values)
+    low, high = _halves(masters)
     state.master.copy_(low)
-    # joined() finds the high half from the weights and the low half's top bit. `rest` becomes this high half minus the
-    # true one: where it is -1, the sign bit of exp_avg_sq is set as a mark, for which joined() adds 1.
-    rest = state.master.bitwise_right_shift(15)
-    rest.add_(state.weights.view(torch.int16)).sub_(high)
-    _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(rest.eq_(-1).bitwise_left_shift_(15))
+    # joined_master() finds the high half from the weights and the low half's top bit. `correction` becomes this high
+    # half minus the true one: where it is -1, the sign bit of exp_avg_sq is set as a mark, for which joined_master()
+    # adds 1.
+    correction = state.master.bitwise_right_shift(15)
+    correction.add_(state.weights.view(torch.int16)).sub_(high)
+    _halves(state.exp_avg_sq.abs_())[1].bitwise_or_(correction.eq_(-1).bitwise_left_shift_(15))
 
 
 def master_of(state: State) -> Tensor:
     """Return the whole fp32 master. A split master is joined on the host, because a device may have no room for it. The
     halves are joined in blocks that fit the processor's cache."""
     if not state.has_split_master:
-        return joined(state)
+        return joined_master(state)
     master = torch.empty(len(state.exp_avg))
-    for start in range(0, len(master), CHUNK):
-        master[start : start + CHUNK] = joined(state.cut(start, start + CHUNK))
+    for start in range(0, len(master), CHUNK_NUMEL):
+        master[start : start + CHUNK_NUMEL] = joined_master(state.cut(start, start + CHUNK_NUMEL))
     return master
 
 

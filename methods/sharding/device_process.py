@@ -27,7 +27,7 @@ from harness.devices import cuda_budget
 from harness.devices.budgets import cap_allocator, device_peaks
 from harness.devices.streams import Device
 from methods.sharding.device_worker import Worker, WorkerOptions
-from methods.sharding.shard import Shard, split
+from methods.sharding.shard import Shard, split_shard
 from methods.sharding.unit import Result, Unit
 
 # matches the message of an error that says that the simulated host memory ran out
@@ -35,13 +35,13 @@ HOST_MEMORY_ERROR = re.compile("sim (host|pinned)")
 
 
 class UnitFailure(NamedTuple):
-    """A unit's failure. `text`: the traceback; `is_memory`: the unit ran out of the device's memory."""
+    """A unit's failure. `text`: the traceback; `lacks_memory`: the unit ran out of the device's memory."""
 
     text: str
-    is_memory: bool = False
+    lacks_memory: bool = False
 
 
-class Here:
+class LocalDevice:
     """The device of this process. `is_alone`: True if the device trains a single model. In this case units are queued
     without waiting for the device, and a unit's failure is raised, unless device memory ran out."""
 
@@ -56,16 +56,17 @@ class Here:
     def moved_bytes(self) -> int:
         return self.worker.device.moved_bytes
 
-    def start(self, unit: Unit, following: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
-        started = time.perf_counter()
-        self.last_reply = run_unit(self.worker, unit, following, self.is_alone), time.perf_counter() - started
+    def start(self, unit: Unit, next_unit: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
+        start_seconds = time.perf_counter()
+        outcome = run_unit(self.worker, unit, next_unit, self.is_alone)
+        self.last_reply = outcome, time.perf_counter() - start_seconds
 
     def reply(self) -> tuple[Result | UnitFailure, float]:
         return self.last_reply
 
 
-class Process:
-    """A process of its own, which runs entry(connection, *arguments) and ends when this call returns. `module_name`:
+class CallProcess:
+    """A process of its own, which runs entry(connection, *arguments) and ends when entry() returns. `module_name`:
     name of a module that the call needs; the module is imported once for all such processes. Raises TypeError if an
     argument cannot be sent."""
 
@@ -94,7 +95,7 @@ class Process:
         self.process.wait()
 
 
-class Elsewhere(Process):
+class ProcessDevice(CallProcess):
     """A device in a process of its own. The process makes its worker by make_worker(*arguments). `num_threads`: the
     number of torch's threads in the process. On a CPU this number changes the rounding of sums, so runs that are
     compared bit by bit need the same number."""
@@ -114,9 +115,9 @@ class Elsewhere(Process):
         if failure:
             raise RuntimeError(failure.text)
 
-    def start(self, unit: Unit, following: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
+    def start(self, unit: Unit, next_unit: Unit | None, splits: Sequence[tuple[int, int]]) -> None:
         # A unit is sent by value, because its tensors are small; the large weights are in shared memory.
-        self.connection.send_bytes(pickle.dumps((unit, following, splits)))
+        self.connection.send_bytes(pickle.dumps((unit, next_unit, splits)))
 
     def reply(self) -> Any:
         """Wait until the unit has ended; return the unit's result or failure, and the seconds that it took. Raises
@@ -134,11 +135,11 @@ def start_processes(
 ) -> list[Any]:
     """Start a process with a worker for each device in `names`, which are torch's names. The processes end when the
     stack is closed. A process may take `options.device_memory` bytes of its device or, if that is None, as much as
-    shares() returns.
+    memory_shares() returns.
     """
     devices = [
-        Elsewhere(make_worker, name, models, options, share, num_threads=num_threads)
-        for name, share in zip(names, shares(names), strict=True)
+        ProcessDevice(make_worker, name, models, options, share, num_threads=num_threads)
+        for name, share in zip(names, memory_shares(names), strict=True)
     ]
     for device in devices:
         stack.callback(device.close)
@@ -147,7 +148,7 @@ def start_processes(
     return devices
 
 
-def shares(names: Sequence[str]) -> list[float]:
+def memory_shares(names: Sequence[str]) -> list[float]:
     """Return, for each device, the share of the device's memory that the device's process may take, at most 1.0.
 
     The share equals the share that this process may take; on this process's own GPU the memory that this process needs
@@ -192,9 +193,9 @@ def lock_slabs(device: Device, models: list[list[Shard]]) -> None:
         device.page_lock(storage)
 
 
-def largest_peaks(devices: Sequence[Here | Elsewhere]) -> dict[str, int]:
-    """Return, for each kind of memory peak, the largest bytes among the devices in processes of their own. A Here has
-    no peaks to add."""
+def largest_peaks(devices: Sequence[LocalDevice | ProcessDevice]) -> dict[str, int]:
+    """Return, for each kind of memory peak, the largest bytes among the devices in processes of their own. No
+    LocalDevice has peaks to add."""
     names = {name for device in devices for name in device.peaks}
     return {name: max(device.peaks.get(name, 0) for device in devices) for name in names}
 
@@ -227,24 +228,24 @@ def serve(connection: Any, num_threads: int, make_worker: Callable[..., Any], *a
     reply(None)
     with suppress(EOFError):
         while True:
-            unit, following, splits = pickle.loads(connection.recv_bytes())
-            started = time.perf_counter()
+            unit, next_unit, splits = pickle.loads(connection.recv_bytes())
+            start_seconds = time.perf_counter()
             for model, index in splits:  # halve the shards that the dispatcher has halved, in the same order
-                split(worker.models[model], index)
-            outcome = run_unit(worker, unit, following)
-            seconds, device = time.perf_counter() - started, worker.device
+                split_shard(worker.models[model], index)
+            outcome = run_unit(worker, unit, next_unit)
+            seconds, device = time.perf_counter() - start_seconds, worker.device
             reply(outcome, seconds, device.moved_bytes, device_peaks(device.name.type))
 
 
-def run_unit(worker: Any, unit: Unit, following: Unit | None, is_alone: bool = False) -> Result | UnitFailure:
+def run_unit(worker: Any, unit: Unit, next_unit: Unit | None, is_alone: bool = False) -> Result | UnitFailure:
     """Run a unit and return its result, or its failure. `is_alone`: True: do not wait for the device, and raise
     failures other than a lack of device memory."""
     try:
-        outcome = worker.run(unit, following)
+        outcome = worker.run(unit, next_unit)
         return outcome if is_alone else worker.finish(outcome)
     except Exception as error:
-        is_memory = isinstance(error, torch.OutOfMemoryError) and not HOST_MEMORY_ERROR.match(str(error))
-        if is_alone and not is_memory:
+        lacks_memory = isinstance(error, torch.OutOfMemoryError) and not HOST_MEMORY_ERROR.match(str(error))
+        if is_alone and not lacks_memory:
             raise
         worker.forget(unit)
-        return UnitFailure(traceback.format_exc(), is_memory)
+        return UnitFailure(traceback.format_exc(), lacks_memory)

@@ -14,7 +14,7 @@ from harness.devices.streams import Device
 from methods.offload.clip import clip_factor, global_norm, norms_of
 from methods.offload.transfer import copy_all, num_bytes
 from methods.sharding.shard import Shard, ShardSlot, Version
-from methods.sharding.unit import FORWARD, Kept, Result, Tensors, Unit, map_tensors, parts_of
+from methods.sharding.unit import FORWARD, RecomputeInput, Result, Tensors, Unit, map_tensors, needed_parts
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,19 @@ class Worker:
         # Slots are made only when the first unit runs, because a unit can report a lack of memory.
         self.slots: list[ShardSlot] = []
         self.num_shards = 0  # number of shards that the slots were made for
-        for module in (
-            module for shard in self._shards() for layer in shard.layers for module in layer.modules()
-        ):
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device.name))
+        for layer in (layer for shard in self._shards() for layer in shard.layers):
+            for module in layer.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(device.name))
         self.unit: Any = None  # the running unit; None between units
         self.slot: Any = None  # the running unit's slot; None between units
-        # for each unit, by key_of(): the graph of its forward pass, until the backward pass
+        # for each unit, by graph_key(): the graph of its forward pass, until the backward pass
         self.graphs: dict[tuple[int, int, int | None], Any] = {}
 
     def _shards(self) -> list[Shard]:
         return [shard for model in self.models for shard in model]
 
-    def _fit(self, rehearses: bool) -> None:
+    def _fit_slots(self, rehearses: bool) -> None:
         """Make new, empty slots if this is the first unit, if shards were halved, or if a rehearsal has ended. After a
         rehearsal also count moved bytes anew and, on a GPU, memory peaks: the rehearsal may have tried larger shards.
         `rehearses`: True if the unit to run is part of a rehearsal."""
@@ -82,7 +81,7 @@ class Worker:
         If both units have the same shard, copy only the optimizer's states, into the slot in use. If there is only one
         slot and the shards differ, copy nothing.
         """
-        shard, parts = self.models[unit.model][unit.shard], parts_of(unit)
+        shard, parts = self.models[unit.model][unit.shard], needed_parts(unit)
         shard.name = f"model {unit.model} shard {unit.shard}"
         slot = self._slot_of(shard, unit.version)
         if slot is self.slot:
@@ -90,25 +89,25 @@ class Worker:
         if parts:
             slot.prefetch(shard, unit.version, parts)
 
-    def run(self, unit: Unit, following: Unit | None = None) -> Result:
-        """Run a unit and return its result. Meanwhile prefetch the shard of `following`, the unit that is expected
+    def run(self, unit: Unit, next_unit: Unit | None = None) -> Result:
+        """Run a unit and return its result. Meanwhile prefetch the shard of `next_unit`, the unit that is expected
         next; None: prefetch nothing."""
-        self._fit(unit.rehearses)
+        self._fit_slots(unit.rehearses)
         self.prefetch(unit)
         self.slot = self._slot_of(self.models[unit.model][unit.shard], unit.version)
         self.unit, self.shard = unit, self.slot.arrive(to_write=unit.kind != FORWARD)
         # name of the host's slab that gets the shard's gradients
-        self.gradient_slab = "seconds" if unit.part else "grads"
-        if following is not None:
-            self.prefetch(following)
+        self.gradient_slab = "seconds" if unit.batch_half else "grads"
+        if next_unit is not None:
+            self.prefetch(next_unit)
         # The unit runs with its model's random state. The random state of this process is restored afterwards.
-        on_gpu = [self.device.name] if self.is_cuda else []
-        with torch.random.fork_rng(on_gpu, enabled=self.options.keeps_random, device_type="cuda"):
-            self.set_random(unit.random)
+        gpu_names = [self.device.name] if self.is_cuda else []
+        with torch.random.fork_rng(gpu_names, enabled=self.options.keeps_random, device_type="cuda"):
+            self.set_random(unit.random_state)
             result: Result = getattr(self, unit.kind)()
-            random = self.random_state()
+            random_state = self.random_state()
         self.unit = self.slot = None
-        return result._replace(random=random)
+        return result._replace(random_state=random_state)
 
     def finish(self, result: Result) -> Result:
         """Wait until the device has computed the result. Return the result with all tensors on the host, where another
@@ -121,7 +120,7 @@ class Worker:
         """Discard a failed unit's graph, and the contents of its slot."""
         if self.slot is not None:
             self.slot.shard = self.slot = self.unit = None
-        self.graphs.pop(key_of(unit), None)
+        self.graphs.pop(graph_key(unit), None)
 
     def _slot_of(self, shard: Shard, version: Version) -> ShardSlot:
         for slot in self.slots:
@@ -166,21 +165,21 @@ class Worker:
     def forward(self) -> Result:
         forward = self._forward_saved if self.saves else self._forward
         with self._compute_span():
-            y, kept = zip(*map(forward, self.unit.x), strict=True)
+            y, kept = zip(*map(forward, self.unit.x), strict=True)  # for each micro-batch
         if self.saves:
-            self.graphs[key_of(self.unit)] = kept
+            self.graphs[graph_key(self.unit)] = kept
             return Result(y)
         return Result(y, [*zip(*kept, strict=True)])
 
-    def _forward(self, host: Tensors) -> tuple[Tensors, list[Kept]]:
-        """Run the forward pass of a micro-batch. Return the output, and a Kept of each layer."""
-        x, kept = self.to_device(host), []
+    def _forward(self, host: Tensors) -> tuple[Tensors, list[RecomputeInput]]:
+        """Run the forward pass of a micro-batch. Return the output, and a RecomputeInput of each layer."""
+        x, recompute_inputs = self.to_device(host), []
         for layer in self.shard.layers:
-            kept.append(Kept(host, self.random_state()))
+            recompute_inputs.append(RecomputeInput(host, self.random_state()))
             with torch.no_grad():
-                x = call(layer, x)
+                x = call_layer(layer, x)
             host = self.to_host(x)
-        return host, kept
+        return host, recompute_inputs
 
     def loss(self) -> Result:
         """Run the last shard's forward pass, the loss, and the shard's backward pass."""
@@ -196,29 +195,30 @@ class Worker:
         shard_input_grads: Sequence[Any]
         x, shard_input_grads = start_graph(self.to_device(x))
         (targets,) = self.to_device((targets,))
-        kept = []
+        recompute_inputs = []
         with self._saving() if self.saves else torch.no_grad():
             for layer in below:
-                kept.append(Kept(x, self.random_state()))
-                x = call(layer, x)
+                recompute_inputs.append(RecomputeInput(x, self.random_state()))
+                x = call_layer(layer, x)
             if self.saves:
                 loss = last(*x, targets)
         if not self.saves:
             x, last_input_grads = start_graph(x)
             loss = last(*x, targets)
         # The loss of the whole batch is the mean of this many losses.
-        num_shares = len(self.unit.x) * (1 if self.unit.part is None else 2)
+        num_shares = len(self.unit.x) * (1 if self.unit.batch_half is None else 2)
         if num_shares > 1:
             loss = loss / num_shares
         random_after = self.random_state()
         loss.backward()
         if not self.saves:
-            shard_input_grads = self._backward_layers(below, kept, last_input_grads)
+            shard_input_grads = self._backward_layers(below, recompute_inputs, last_input_grads)
             self.set_random(random_after)
         return loss.detach(), self.to_host(tuple(shard_input_grads))
 
     def backward(self) -> Result:
-        kept = self.graphs.pop(key_of(self.unit)) if self.saves else zip(*self.unit.kept, strict=True)
+        inputs, key = self.unit.recompute_inputs, graph_key(self.unit)
+        kept = self.graphs.pop(key) if self.saves else zip(*inputs, strict=True)  # for each micro-batch
         with self._compute_span():
             self._start_gradients()
             dy = [*map(self._backward, kept, self.unit.dy)]
@@ -240,15 +240,15 @@ class Worker:
         return Result()
 
     def _backward_layers(
-        self, layers: Sequence[nn.Module], kept: Sequence[Kept], dy: Sequence[Any]
+        self, layers: Sequence[nn.Module], recompute_inputs: Sequence[RecomputeInput], dy: Sequence[Any]
     ) -> Sequence[Any]:
-        """Recompute and differentiate the layers, last to first. `kept`: each layer's input and random state. Return
-        the gradient of the first layer's input."""
-        for layer, (x_kept, random) in zip(reversed(layers), reversed(kept), strict=True):
+        """Recompute and differentiate the layers, last to first. `recompute_inputs`: each layer's input and random
+        state. Return the gradient of the first layer's input."""
+        for layer, (x_kept, random_state) in zip(reversed(layers), reversed(recompute_inputs), strict=True):
             x, input_grads = start_graph(self.to_device(x_kept))
-            self.set_random(random)
-            y = call(layer, x)
-            differentiate([part if needs_grad(part) else None for part in y], dy)
+            self.set_random(random_state)
+            y = call_layer(layer, x)
+            differentiate([value if needs_grad(value) else None for value in y], dy)
             dy = input_grads
         return dy
 
@@ -279,12 +279,12 @@ class Worker:
                 " requires_grad_(False)"
             )
         norms = norms_of(
-            [self.slot.view(name, "grads") for name in self.shard.trained], in_blocks=len(dy) > 1
+            [self.slot.view(name, "grads") for name in self.shard.trained_names], in_blocks=len(dy) > 1
         )
         if self.unit.update == "later":
             self._offload(["grads"], self.shard.lenders)
-            if self.unit.part is None:
-                self.slot.valid.add("grads")
+            if self.unit.batch_half is None:
+                self.slot.valid_parts.add("grads")
         else:
             factor = None
             if self.unit.update == "clipped" and norms:
@@ -302,7 +302,7 @@ class Worker:
         """Run one optimizer step on the shard's own parameters, with gradients times `factor` (None: 1). Copy weights
         and states to the host."""
         shard, slot = self.shard, self.slot
-        if shard.trained:
+        if shard.trained_names:
             if factor is not None:
                 factor = factor.to(self.device.name, non_blocking=True)
             with self._compute_span("update"):
@@ -310,7 +310,7 @@ class Worker:
                 shard.step(slot.slabs["states"], factor, self.unit.learning_rate, is_first=is_first)
             self._offload(["weights", "states"])
         slot.version = slot.version._replace(home=self.unit.version.home + 1)
-        slot.valid = (slot.valid - {"grads"}) | {"weights", "states"}
+        slot.valid_parts = (slot.valid_parts - {"grads"}) | {"weights", "states"}
 
     def _forward_saved(self, x: Tensors) -> tuple[Tensors, Any]:
         """Run the forward pass of a micro-batch and keep autograd's graph for the backward pass: the graph stays in
@@ -319,9 +319,9 @@ class Worker:
         with torch.enable_grad(), self._saving():
             x, input_grads = start_graph(self.to_device(x))
             for layer in self.shard.layers:
-                x = call(layer, x)
+                x = call_layer(layer, x)
             output_edges = [
-                torch.autograd.graph.get_gradient_edge(part) if needs_grad(part) else None for part in x
+                torch.autograd.graph.get_gradient_edge(value) if needs_grad(value) else None for value in x
             ]
         return self.to_host(map_tensors(Tensor.detach, x)), (output_edges, input_grads)
 
@@ -357,7 +357,7 @@ class _GraphStart(torch.autograd.Function):
         ctx.input_grads = input_grads
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(part for part in x if isinstance(part, Tensor) and not has_gradient(part))
+            *(value for value in x if isinstance(value, Tensor) and not has_gradient(value))
         )
         return map_tensors(lambda t: t.view_as(t), x)
 
@@ -376,8 +376,8 @@ def start_graph(x: Tensors) -> tuple[Tensors, list[Tensor | None]]:
         return _GraphStart.apply(input_grads, anchor, *map_tensors(Tensor.detach, x)), input_grads
 
 
-def key_of(unit: Unit) -> tuple[int, int, int | None]:
-    return unit.model, unit.shard, unit.part
+def graph_key(unit: Unit) -> tuple[int, int, int | None]:
+    return unit.model, unit.shard, unit.batch_half
 
 
 def differentiate(roots: Sequence[Any], dy: Sequence[Any]) -> None:
@@ -390,7 +390,7 @@ def differentiate(roots: Sequence[Any], dy: Sequence[Any]) -> None:
         torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
 
 
-def call(layer: nn.Module, x: Tensors) -> Tensors:
+def call_layer(layer: nn.Module, x: Tensors) -> Tensors:
     y = layer(*x)
     return y if isinstance(y, tuple) else (y,)
 
@@ -399,5 +399,5 @@ def has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def needs_grad(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.requires_grad
+def needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

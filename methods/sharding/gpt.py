@@ -18,11 +18,11 @@ from harness.devices.streams import Device
 from harness.models.gpt import DTYPES, adamw, initialize
 from harness.models.model import new_chain
 from methods.sharding.optimizer import MASTER
-from methods.sharding.shard import Shard, ShardLayer, allocate_slabs, cut
+from methods.sharding.shard import Shard, ShardLayer, allocate_slabs, cut_into_shards
 from methods.sharding.task import Task
 
 
-def layers(workload: Workload) -> list[ShardLayer]:
+def layers_without_memory(workload: Workload) -> list[ShardLayer]:
     """Return the model's layers on the meta device, where they take no memory. A shard later binds the layers to
     memory."""
     anatomy = workload.anatomy
@@ -35,13 +35,15 @@ def layers(workload: Workload) -> list[ShardLayer]:
     ]
 
 
-def at_home(
+def shards_on_host(
     workload: Workload, lengths: Sequence[int], device: Device, *, is_shared: bool, in_halves: bool
 ) -> list[Shard]:
     """Return the model on the host with its seeded starting values, cut into shards. `lengths`: the number of layers of
     each shard. `is_shared`: True if several processes use the memory. `in_halves`: True: also make room for the
     gradients of each batch's second half."""
-    shards = cut(layers(workload), lengths, adamw, mixed=workload.dtype != "fp32")
+    shards = cut_into_shards(
+        layers_without_memory(workload), lengths, adamw, is_mixed=workload.dtype != "fp32"
+    )
     allocate_slabs(
         shards,
         None if is_shared else lambda size: device.room(size, torch.uint8, host=True),
@@ -59,7 +61,7 @@ def at_home(
     return shards
 
 
-def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState]:
+def trained_tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState]:
     """Return the trained weight and both moments of each parameter named in `ordered`, in this order."""
     states = {
         name: shard.states(shard.slabs["states"], name) for shard in shards for name in shard.home_names
@@ -69,23 +71,23 @@ def tensors(shards: Sequence[Shard], ordered: Sequence[str]) -> list[TensorState
     return [TensorState(name, states[name].get(MASTER, weights[name]), *moments[name]) for name in ordered]
 
 
-def parts(
+def batch_parts(
     batches: Iterable[tuple[Tensor, Tensor]], num_parts: int, *, to_host: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each batch in `number` parts, one after the other. `to_host`: first copy the batch to the host, where other
-    processes can read it."""
+    """Yield each batch in `num_parts` parts, one after the other. `to_host`: first copy the batch to the host, where
+    other processes can read it."""
     for inputs, targets in batches:
         pair = (inputs.cpu(), targets.cpu()) if to_host else (inputs, targets)
         yield from zip(*(tokens.chunk(num_parts) for tokens in pair), strict=True)
 
 
-def batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
+def zero_batch(workload: Workload, device: str) -> tuple[Tensor, Tensor]:
     """Return inputs and targets for rehearsals, all zeros. All their elements share the memory of one element."""
     token = torch.zeros((), dtype=torch.int64, device=device)
     return (token.expand(workload.batch_size, workload.seq_len),) * 2
 
 
-def random_state(workload: Workload, device: str) -> Any:
+def own_random_state(workload: Workload, device: str) -> Any:
     """Return this process's random state (the CPU's and the GPU's), with which a model trained alone starts. Return
     None if the workload has no dropout."""
     if not workload.dropout:
@@ -94,7 +96,7 @@ def random_state(workload: Workload, device: str) -> Any:
 
 
 def device_names(device: str, num_devices: int) -> list[str]:
-    """Return torch's names of `number` devices. Raises Unavailable if there are fewer devices, or for sim."""
+    """Return torch's names of `num_devices` devices. Raises Unavailable if there are fewer devices, or for sim."""
     if device == "sim":
         raise Unavailable("sim is one device: use --devices 1, or --device cpu, whose devices are processes")
     if device == "cuda" and torch.cuda.device_count() < num_devices:
@@ -116,9 +118,9 @@ def raise_failures(tasks: Sequence[Task]) -> None:
         raise kind(f"{failed[0].failure.strip().splitlines()[-1]}{counts}\n{failed[0].failure}")
 
 
-def other(
+def other_model(
     workload: Workload, shards: Sequence[Shard], steps: Sequence[Step], ordered: Sequence[str]
 ) -> OtherModel:
     """Return the record's entry for one of the models trained beside the first. `ordered`: names of its tensors."""
     changes = {"learning_rate": workload.learning_rate, "batch_size": workload.batch_size}
-    return OtherModel.of(changes, steps, tensors(shards, ordered))
+    return OtherModel.of(changes, steps, trained_tensors(shards, ordered))

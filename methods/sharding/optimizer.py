@@ -17,35 +17,34 @@ MASTER = "master"  # key of the fp32 weights of mixed precision, which are kept 
 
 
 def state_tensors(
-    make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, mixed: bool
+    make_optimizer: MakeOptimizer, weights: Mapping[str, Tensor], *, is_mixed: bool
 ) -> dict[str, States]:
     """Return the states that the optimizer keeps for each weight, as meta tensors, which have no memory. The states are
     found by a step on the meta device or, if the optimizer reads values in a step, on the host, weight by weight.
-    `mixed`: True: add an fp32 master. Each shard has an optimizer of its own. Therefore raises ValueError if the
+    `is_mixed`: True: add an fp32 master. Each shard has an optimizer of its own. Therefore raises ValueError if the
     optimizer keeps values that are not tensors, or values that several parameters share.
     """
     parameters = {}
     for name, weight in weights.items():
-        dtype = torch.float32 if mixed else weight.dtype
+        dtype = torch.float32 if is_mixed else weight.dtype
         parameters[name] = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device="meta"))
     if not weights:
         return {}
     try:
-        state_rows = _stepped(make_optimizer, list(parameters.values()))
+        states_of_parameters = _states_after_step(make_optimizer, list(parameters.values()))
     except RuntimeError:
-        state_rows = []
+        states_of_parameters = []
         for parameter in parameters.values():
             with_memory = nn.Parameter(torch.ones_like(parameter, device="cpu"))
-            state_rows += [
-                {key: value.to("meta") for key, value in _stepped(make_optimizer, [with_memory])[0].items()}
-            ]
+            (states,) = _states_after_step(make_optimizer, [with_memory])
+            states_of_parameters.append({key: value.to("meta") for key, value in states.items()})
     return {
-        name: ({MASTER: parameter.detach()} if mixed else {}) | states
-        for (name, parameter), states in zip(parameters.items(), state_rows, strict=True)
+        name: ({MASTER: parameter.detach()} if is_mixed else {}) | states
+        for (name, parameter), states in zip(parameters.items(), states_of_parameters, strict=True)
     }
 
 
-def _stepped(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> list[States]:
+def _states_after_step(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> list[States]:
     """Return the states that an optimizer has for these parameters after a step. Raises what state_tensors() raises."""
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -61,14 +60,14 @@ def _stepped(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> l
         )
     for group in groups:  # torch's fused, foreach and capturable steps do not run on the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
-    values_before = _values(optimizer)
+    values_before = _shared_values(optimizer)
     try:
         optimizer.step()
     except TypeError as error:
         raise ValueError(
             f"{class_name}: expected an optimizer whose step() takes no arguments: {error}"
         ) from error
-    if values_before != _values(optimizer):
+    if values_before != _shared_values(optimizer):
         raise ValueError(
             f"{class_name}: expected states of single parameters, got values that all of them share"
         )
@@ -79,7 +78,7 @@ def _stepped(make_optimizer: MakeOptimizer, parameters: list[nn.Parameter]) -> l
     return [optimizer.state[parameter] for parameter in parameters]
 
 
-def _values(optimizer: torch.optim.Optimizer) -> list[object]:
+def _shared_values(optimizer: torch.optim.Optimizer) -> list[object]:
     """Return the values that an optimizer keeps for all parameters together: those of its groups, and its
     own attributes."""
     attributes = {
@@ -99,24 +98,23 @@ def step(
     In the first step the optimizer makes its own states, outside of the slot, and these are copied into the slot. To
     keep few states outside at once, the first step updates one parameter at a time.
     """
-    step_states_list = (
-        [dict(state) for state in states] if is_first else with_numbers_on_host(optimizer, states)
-    )
-    triples = zip(parameters, states, step_states_list, strict=True)
-    update_rows = [
-        (parameter, parameter.grad, state, step_states) for parameter, state, step_states in triples
-    ]
+    states_in_step = [dict(state) for state in states]
+    if not is_first:
+        states_in_step = with_numbers_on_host(optimizer, states)
+    triples = zip(parameters, states, states_in_step, strict=True)
+    updates = [(parameter, parameter.grad, state, step_states) for parameter, state, step_states in triples]
     for parameter in parameters:
         parameter.grad = None  # the optimizer skips a parameter without a gradient
-    for rows_at_once in [[update_row] for update_row in update_rows] if is_first else [update_rows]:
-        for parameter, grad, _, step_states in rows_at_once:
+    batches_of_updates = [[parameter_update] for parameter_update in updates] if is_first else [updates]
+    for updates_at_once in batches_of_updates:
+        for parameter, grad, _, step_states in updates_at_once:
             parameter.grad = grad
             if not is_first:
                 optimizer.state[parameter] = step_states
         optimizer.step()
-        for parameter, _, state, _ in rows_at_once:
+        for parameter, _, state, _ in updates_at_once:
             parameter.grad = None
-            _keep(optimizer.state.pop(parameter, {}), state)
+            _copy_to_slot(optimizer.state.pop(parameter, {}), state)
 
 
 def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States]) -> list[States]:
@@ -129,14 +127,14 @@ def with_numbers_on_host(optimizer: torch.optim.Optimizer, states: list[States])
     if any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
         return copies
     numbers = [(state, key) for state in copies for key, value in state.items() if not value.dim()]
-    if numbers and (first := numbers[0][0][numbers[0][1]]).device.type != "cpu":
-        on_host = torch.stack([state[key].to(first.dtype) for state, key in numbers]).cpu()
+    if numbers and (first_number := numbers[0][0][numbers[0][1]]).device.type != "cpu":
+        on_host = torch.stack([state[key].to(first_number.dtype) for state, key in numbers]).cpu()
         for (state, key), value in zip(numbers, on_host, strict=True):
             state[key] = value.to(state[key].dtype, copy=True)
     return copies
 
 
-def _keep(new_states: States, states: States) -> None:
+def _copy_to_slot(new_states: States, states: States) -> None:
     """Copy a parameter's states from `new_states`, the tensors that the optimizer has, to `states`, the tensors in the
     slot. A state that is the slot's own tensor is not copied."""
     with torch.no_grad():

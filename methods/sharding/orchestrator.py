@@ -31,21 +31,25 @@ from harness.devices import cuda_budget
 from harness.devices.budgets import capped
 from harness.devices.room import room_within
 from harness.devices.streams import Device
-from methods.sharding.chain_check import refuse_other_than_chain
-from methods.sharding.device_process import Here, lock_slabs, start_processes
+from methods.sharding.device_process import LocalDevice, lock_slabs, start_processes
 from methods.sharding.device_worker import Worker, WorkerOptions
 from methods.sharding.dispatch import Dispatcher, TimelineUnit
-from methods.sharding.partition import longest_runs, run_sizes
+from methods.sharding.partition import Sizes, longest_runs, run_sizes
 from methods.sharding.rehearsal import foretold_bytes, foretold_elsewhere, rehearse
-from methods.sharding.scheduler import key_of
-from methods.sharding.shard import Shard, cut
-from methods.sharding.task import Task, TaskSettings
-from methods.sharding.two_devices import First
+from methods.sharding.scheduler import policy_key
+from methods.sharding.shard import Shard, cut_into_shards
+from methods.sharding.task import FirstHalf, Task, TaskSettings
 from methods.sharding.unit import INTERMEDIATES
-from methods.sharding.user_model import bring_home, named_layers, ordered_layers, shard_sizes
+from methods.sharding.user_model import (
+    bring_home,
+    named_layers,
+    ordered_layers,
+    refuse_other_than_chain,
+    shard_sizes,
+)
 from methods.shared.module_watch import ModuleState, ModuleWatch
 
-SECONDS_A_LINE = 10.0  # seconds between two lines of progress
+SECONDS_BETWEEN_LINES = 10.0  # seconds between two lines of progress
 
 
 @dataclass(eq=False)
@@ -68,7 +72,7 @@ class ModelTask:
     schedule: Callable[[int], float] | None = None
     seed: int = 0  # seed of the model's own random numbers, for dropout
     losses: list[float] = field(default_factory=list, init=False)
-    # set by first_batch(): the first batch, and an iterator over the rest
+    # set by first_batch(): the first batch, and an iterator over the later ones
     started_loader: Any = field(default=None, init=False)
     failure: str = field(default="", init=False)  # the traceback that ended the task; "": it did not fail
 
@@ -90,8 +94,8 @@ class ModelTask:
     def first_batch(self) -> Sequence[Any]:
         """Return the first batch; batches() will still yield it. Raises ValueError if the dataloader is empty."""
         if self.started_loader is None:
-            rest = iter(self.dataloader)
-            self.started_loader = next(rest, None), rest
+            later_batches = iter(self.dataloader)
+            self.started_loader = next(later_batches, None), later_batches
         if self.started_loader[0] is None:
             raise ValueError(f"{self.name}: expected batches from the dataloader, got none")
         if not isinstance(self.started_loader[0], tuple | list) or len(self.started_loader[0]) != 2:
@@ -103,8 +107,9 @@ class ModelTask:
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         for _ in range(self.epochs):
-            (*first, rest), self.started_loader = self.started_loader or (iter(self.dataloader),), None
-            yield from itertools.chain(first, rest)
+            (*first_batches, later_batches) = self.started_loader or (iter(self.dataloader),)
+            self.started_loader = None
+            yield from itertools.chain(first_batches, later_batches)
 
     @property
     def settings(self) -> list[Any]:
@@ -117,7 +122,10 @@ class ModelTask:
 
     @property
     def update(self) -> str:
-        return "now" if not self.max_norm else "later" if self.clipping == "global" else "clipped"
+        """How shards are updated: later, now or clipped, as class Unit says."""
+        if not self.max_norm:
+            return "now"
+        return "later" if self.clipping == "global" else "clipped"
 
 
 def _names_itself(init: Callable[..., None]) -> Callable[..., None]:
@@ -188,7 +196,7 @@ class ModelOrchestrator:
             raise ValueError("no devices: name at least one, such as cpu or cuda:0")
         if intermediates not in INTERMEDIATES:
             raise ValueError(f"intermediates: expected {' or '.join(INTERMEDIATES)}, got {intermediates!r}")
-        key_of(policy)
+        policy_key(policy)
         self.verbose = 1
         self.tasks, self.devices, self.policy, self.hybrid = list(tasks), list(devices), policy, hybrid
         self.device_memory, self.num_slots = device_memory, 1 + double_buffer
@@ -252,34 +260,37 @@ class ModelOrchestrator:
         self._read_settings()
         self.models = self._cut(self._lengths())
         rows = []
-        self.halved = self._longest()
+        self.halved_model = self._longest_model()
         for number, (task, shards) in enumerate(zip(self.tasks, self.models, strict=True)):
-            bring_home(task, shards, in_halves=number == self.halved)
-            size = sum(slab.nbytes for shard in shards for slab in shard.slabs.values())
+            bring_home(task, shards, in_halves=number == self.halved_model)
+            host_bytes = sum(slab.nbytes for shard in shards for slab in shard.slabs.values())
             lengths = [len(shard.layers) for shard in shards]
-            rows.append({"name": task.name, "shards": lengths, "host_bytes": size})
+            rows.append({"name": task.name, "shards": lengths, "host_bytes": host_bytes})
         watches = [ModuleWatch(task.model, 0, with_hooks=True) for task in self.tasks]
         self.watches = [(watch, watch.state()) for watch in watches]
         return rows
 
-    def _longest(self) -> int | None:
+    def _longest_model(self) -> int | None:
         """Return the index of the model whose batches are halved: the model that trains longest, judged by its bytes of
         weights times its number of batches. Return None without `hybrid`, if there are not more devices than models, or
         if every model clips shard by shard."""
         if not self.hybrid or len(self.tasks) >= len(self.devices):
             return None
         splittable = [number for number, task in enumerate(self.tasks) if task.update != "clipped"]
-        lengths = [sum(shard.num_bytes("weights") for shard in shards) for shards in self.models]
-        return max(
-            splittable, key=lambda number: lengths[number] * self.tasks[number].num_batches, default=None
-        )
+        model_bytes = [sum(shard.num_bytes("weights") for shard in shards) for shards in self.models]
+
+        def work(number: int) -> int:
+            return model_bytes[number] * self.tasks[number].num_batches
+
+        return max(splittable, key=work, default=None)
 
     def _cut(self, lengths: Sequence[Sequence[int]]) -> list[list[Shard]]:
         """Return each model's shards. `lengths`: for each model, the number of layers of each shard."""
-        return [
-            cut(named_layers(task), model_lengths, functools.partial(task.optimizer, lr=task.lr), mixed=False)
-            for task, model_lengths in zip(self.tasks, lengths, strict=True)
-        ]
+        models = []
+        for task, model_lengths in zip(self.tasks, lengths, strict=True):
+            make_optimizer = functools.partial(task.optimizer, lr=task.lr)
+            models.append(cut_into_shards(named_layers(task), model_lengths, make_optimizer, is_mixed=False))
+        return models
 
     def _lengths(self) -> list[list[int]]:
         """Return, for each model, the number of layers of each shard.
@@ -287,46 +298,62 @@ class ModelOrchestrator:
         A task may give these numbers. If it does not, its shards are as long as possible while the predicted memory
         peak fits the device. One limit of bytes holds for the shards of all models.
         """
-        singles = self._cut([[1] * len(task.layers) for task in self.tasks])
-        alone = [[shard_sizes(shard) for shard in shards] for shards in singles]
-
-        def runs(*rooms: int) -> list[list[int]]:
-            """Return each model's numbers of layers. `rooms`: for each model, the most bytes of a shard."""
-            rows = zip(self.tasks, alone, rooms, strict=True)
-            return [
-                list(task.shards) if task.shards else longest_runs(layers, room)
-                for task, layers, room in rows
-            ]
-
+        single_layers = self._cut([[1] * len(task.layers) for task in self.tasks])
+        layer_sizes = [[shard_sizes(shard) for shard in shards] for shards in single_layers]
         if self.device_memory is None:
-            return runs(*(max(sum(sizes.values()) for sizes in layers) for layers in alone))
+            rooms = [max(sum(sizes.values()) for sizes in layers) for layers in layer_sizes]
+            return self._lengths_within(layer_sizes, rooms)
         names = [f"{task.name}: layer {index}" for task in self.tasks for index in range(len(task.layers))]
-        totals = [sum(sizes.values()) for layers in alone for sizes in layers]
-        least, name = max(zip(totals, names, strict=True))
+        layer_bytes = [sum(sizes.values()) for layers in layer_sizes for sizes in layers]
+        least_bytes, largest_layer = max(zip(layer_bytes, names, strict=True))
         memory = room_within(Budget(self.device_memory), "cuda" if self._on_gpu else "cpu").device_bytes
         assert memory is not None
-        together = lambda room: runs(*[room] * len(self.tasks))  # noqa: E731
-        peak, needs = self._foretold(together(least)), f"{name} needs {gib(least)} ({least} bytes) by itself"
-        if peak is None:  # unknown: the model's code does not run on tensors without memory
-            room = memory // self.num_slots
-            if least <= room:
-                return together(room)
-            raise ValueError(f"{needs}, got room for {gib(room)} in each of {self.num_slots} slots")
-        if peak > memory:
-            smallest = cuda_budget.budget_bytes(peak, cuda_budget.context_bytes()) if self._on_gpu else peak
+
+        def lengths_in_room(room_bytes: int) -> list[list[int]]:
+            return self._lengths_within(layer_sizes, [room_bytes] * len(self.tasks))
+
+        peak_bytes = self._foretold_bytes(lengths_in_room(least_bytes))
+        needs = f"{largest_layer} needs {gib(least_bytes)} ({least_bytes} bytes) by itself"
+        if peak_bytes is None:  # unknown: the model's code does not run on tensors without memory
+            room_bytes = memory // self.num_slots
+            if least_bytes <= room_bytes:
+                return lengths_in_room(room_bytes)
+            raise ValueError(f"{needs}, got room for {gib(room_bytes)} in each of {self.num_slots} slots")
+        if peak_bytes > memory:
             raise ValueError(
-                f"{needs} in each of {self.num_slots} slots: with the tensors of a unit's computation, the smallest"
-                f" feasible device_memory is {smallest} bytes ({gib(smallest)}), not {self.device_memory}"
+                f"{needs} in each of {self.num_slots} slots: {self._smallest_memory(peak_bytes)}"
             )
-        rooms = sorted({least, *(size for layers in alone for size in run_sizes(layers) if size > least)})
-        exceeds = lambda room: (self._foretold(together(room)) or memory + 1) > memory  # noqa: E731
-        return together(rooms[bisect_right(rooms, False, lo=1, key=exceeds) - 1])
+        rooms = sorted({least_bytes}.union(*map(run_sizes, layer_sizes)))
+        rooms = rooms[rooms.index(least_bytes) :]
+
+        def exceeds_memory(room_bytes: int) -> bool:
+            return (self._foretold_bytes(lengths_in_room(room_bytes)) or memory + 1) > memory
+
+        return lengths_in_room(rooms[bisect_right(rooms, False, lo=1, key=exceeds_memory) - 1])
+
+    def _lengths_within(self, layer_sizes: list[list[Sizes]], rooms: Sequence[int]) -> list[list[int]]:
+        """Return each model's numbers of layers. `layer_sizes`: for each model, the sizes of its layers. `rooms`: for
+        each model, the most bytes of a shard."""
+        lengths = []
+        for task, sizes, room_bytes in zip(self.tasks, layer_sizes, rooms, strict=True):
+            lengths.append(list(task.shards) if task.shards else longest_runs(sizes, room_bytes))
+        return lengths
+
+    def _smallest_memory(self, peak_bytes: int) -> str:
+        """Describe the smallest device_memory in which training peaks at `peak_bytes`, for an error."""
+        smallest = peak_bytes
+        if self._on_gpu:
+            smallest = cuda_budget.budget_bytes(peak_bytes, cuda_budget.context_bytes())
+        return (
+            "with the tensors of a unit's computation, the smallest feasible device_memory is"
+            f" {smallest} bytes ({gib(smallest)}), not {self.device_memory}"
+        )
 
     @property
     def _on_gpu(self) -> bool:
         return any(name.startswith("cuda") for name in self.devices)
 
-    def _foretold(self, lengths: list[list[int]]) -> int | None:
+    def _foretold_bytes(self, lengths: list[list[int]]) -> int | None:
         models, batches = self._cut(lengths), [task.first_batch() for task in self.tasks]
         if self._on_gpu:
             return foretold_elsewhere(models, batches, self.trainings, self.options)
@@ -353,7 +380,7 @@ class ModelOrchestrator:
                 device = stack.enter_context(Device(self.devices[0]))
                 stack.enter_context(capped(device.name, self.device_memory))
                 lock_slabs(device, self.models)
-                devices: list[Any] = [Here(Worker(device, self.models, self.options))]
+                devices: list[Any] = [LocalDevice(Worker(device, self.models, self.options))]
             else:
                 devices = start_processes(self.devices, self.models, self.options, stack)
             splits: list[tuple[int, int]] = []
@@ -386,7 +413,7 @@ class ModelOrchestrator:
     def _chain(self, number: int) -> Task:
         """Return the Task that makes the units of model `number`."""
         task, shards = self.tasks[number], self.models[number]
-        names = [name for shard in shards for name in shard.trained]
+        names = [name for shard in shards for name in shard.trained_names]
         settings = dataclasses.replace(
             self.trainings[number],
             learning_rate_at=task.schedule,
@@ -394,8 +421,8 @@ class ModelOrchestrator:
             num_batches=task.num_batches,
         )
         arguments = (number, shards, names, task.batches())
-        if number == self.halved:
-            return First(*arguments, second_random=self._random(task.seed + 1), settings=settings)
+        if number == self.halved_model:
+            return FirstHalf(*arguments, second_random=self._random(task.seed + 1), settings=settings)
         return Task(*arguments, settings=settings)
 
     def _random(self, seed: int) -> Any:
@@ -413,22 +440,21 @@ class ModelOrchestrator:
 
 
 class _Progress:
-    """Prints a line of progress every SECONDS_A_LINE, and one at the end: the number of steps of all models, and the
-    loss of the model that took the last step."""
+    """Prints a line of progress every SECONDS_BETWEEN_LINES, and one at the end: the number of steps of all models, and
+    the loss of the model that took the last step."""
 
     def __init__(self, tasks: Sequence[ModelTask]) -> None:
         self.tasks, self.last_line = tasks, time.monotonic()
 
-    def __call__(self, last: ModelTask) -> None:
-        num_done, total = (
-            sum(len(task.losses) for task in self.tasks),
-            sum(task.num_batches for task in self.tasks),
-        )
-        if num_done == total or time.monotonic() > self.last_line + SECONDS_A_LINE:
+    def __call__(self, last_task: ModelTask) -> None:
+        num_steps = sum(len(task.losses) for task in self.tasks)
+        num_batches = sum(task.num_batches for task in self.tasks)
+        if num_steps == num_batches or time.monotonic() > self.last_line + SECONDS_BETWEEN_LINES:
             self.last_line = time.monotonic()
-            last_step = f"{last.name} {len(last.losses)} of {last.num_batches}, loss {last.losses[-1]:.4g}"
+            losses = last_task.losses
+            last_step = f"{last_task.name} {len(losses)} of {last_task.num_batches}, loss {losses[-1]:.4g}"
             print(
-                f"{num_done} of {total} steps of {len(self.tasks)} models; {last_step}",
+                f"{num_steps} of {num_batches} steps of {len(self.tasks)} models; {last_step}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -15,37 +15,41 @@ from operator import or_
 from typing import NamedTuple
 
 from harness.core.job import Workload
-from methods.shared.memory_needs import ALIGNMENT, aligned
+from methods.shared.memory_needs import ALIGNMENT_BYTES, round_up
 
 Sizes = dict[str, int]
-MOMENTS = 2  # number of AdamW's moments, in fp32
+NUM_MOMENTS = 2  # number of AdamW's moments, in fp32
 
 
-def longest_runs(layers: Sequence[Sizes], room: int) -> list[int]:
-    """Return the number of layers of each shard. No shard takes more than `room` bytes. Each layer alone must fit in
-    `room`."""
+def longest_runs(layers: Sequence[Sizes], room_bytes: int) -> list[int]:
+    """Return the number of layers of each shard. No shard takes more than `room_bytes` bytes. Each layer alone must
+    fit in `room_bytes`."""
     lengths: list[int] = []
-    held: Sizes = {}
+    sizes_of_run: Sizes = {}
     for sizes in layers:
-        held = {**held, **sizes}
-        if lengths and sum(held.values()) <= room:
+        sizes_of_run = {**sizes_of_run, **sizes}
+        if lengths and sum(sizes_of_run.values()) <= room_bytes:
             lengths[-1] += 1
         else:
             lengths.append(1)
-            held = sizes
+            sizes_of_run = sizes
     return lengths
 
 
 def run_sizes(layers: Sequence[Sizes]) -> set[int]:
     """Return the bytes of every run of consecutive layers, each number once."""
-    return {sum(held.values()) for start in range(len(layers)) for held in accumulate(layers[start:], or_)}
+    run_bytes = set()
+    for start in range(len(layers)):
+        for sizes_of_run in accumulate(layers[start:], or_):
+            run_bytes.add(sum(sizes_of_run.values()))
+    return run_bytes
 
 
 def adamw_bytes(numel: int, weight_bytes: int) -> int:
     """Return the bytes that a parameter of `numel` elements takes in a slot: weight, gradient, moments, step count and,
     in mixed precision, an fp32 master. `weight_bytes`: bytes of one element of the weight."""
-    states = (MOMENTS + (weight_bytes < 4)) * aligned(4 * numel) + ALIGNMENT
-    return 2 * aligned(weight_bytes * numel) + states
+    states = (NUM_MOMENTS + (weight_bytes < 4)) * round_up(4 * numel) + ALIGNMENT_BYTES
+    return 2 * round_up(weight_bytes * numel) + states
 
 
 class ModelShard(NamedTuple):
@@ -74,19 +78,23 @@ def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelSh
     """Return the shards into which longest_runs() cuts a workload's model, in order, as pairs: how many equal shards
     follow each other, and one of these shards. A shard may take the bytes of `num_blocks` blocks, or the bytes of the
     embedding or of the head if these are more."""
-    block = ModelShard(False, 1, False).num_bytes(workload)
-    ends = [ModelShard(*kind).num_bytes(workload) for kind in ((True, 0, False), (False, 0, True))]
-    room = max(num_blocks * block, *ends)
-    first = min(workload.num_layers, (room - ends[0]) // block)
-    num_whole, rest = divmod(workload.num_layers - first, room // block)
-    runs = [(1, ModelShard(True, first, False)), (num_whole, ModelShard(False, room // block, False))]
-    runs = [
-        (count, shard)
-        for count, shard in (*runs, (1, ModelShard(False, rest, False)))
-        if count * shard.num_layers
-    ]
-    count, last = runs.pop()
-    joined = last._replace(has_head=True)
-    if joined.num_bytes(workload) > room:
-        return [*runs, (count, last), (1, ModelShard(False, 0, True))]
-    return [*runs, *([(count - 1, last)] if count > 1 else []), (1, joined)]
+    block_bytes = ModelShard(False, 1, False).num_bytes(workload)
+    embedding_bytes = ModelShard(True, 0, False).num_bytes(workload)
+    head_bytes = ModelShard(False, 0, True).num_bytes(workload)
+    room_bytes = max(num_blocks * block_bytes, embedding_bytes, head_bytes)
+    blocks_of_shard = room_bytes // block_bytes
+    first_blocks = min(workload.num_layers, (room_bytes - embedding_bytes) // block_bytes)
+    num_whole, last_blocks = divmod(workload.num_layers - first_blocks, blocks_of_shard)
+    counted_shards = (
+        (1, ModelShard(True, first_blocks, False)),
+        (num_whole, ModelShard(False, blocks_of_shard, False)),
+        (1, ModelShard(False, last_blocks, False)),
+    )
+    runs = [(count, shard) for count, shard in counted_shards if count * shard.num_layers]
+    count, last_shard = runs.pop()
+    with_head = last_shard._replace(has_head=True)
+    if with_head.num_bytes(workload) > room_bytes:
+        return [*runs, (count, last_shard), (1, ModelShard(False, 0, True))]
+    if count > 1:
+        runs.append((count - 1, last_shard))
+    return [*runs, (1, with_head)]

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from methods.sharding.unit import map_tensors
-from methods.shared.module_watch import NUM_VALUED, ModuleWatch, byte_sum, leaves_beyond
+from methods.shared.module_watch import NUM_COMPARED_PASSES, ModuleWatch, byte_sum, leaves_beyond
 
-PASSED = (Tensor, int, float, str, type(None))  # what a layer may return beside tuples of these
+PASSED_TYPES = (Tensor, int, float, str, type(None))  # what a layer may return beside tuples of these
 NUM_GRAPHS = 1  # passes whose graph is searched for parameters of other layers
 MOST_RESULTS = 8  # results that wait for their recompute, which another process may do
 
@@ -36,7 +36,7 @@ class PureLayer(nn.Module):
         # The input is kept for the recompute, so a layer that is made to change it works on a copy.
         self.copies_input = any(getattr(module, "inplace", False) for module in layer.modules())
         self.watch: ModuleWatch | None = None
-        self.num_graphs, self.num_repeats = NUM_GRAPHS, NUM_VALUED
+        self.num_graphs, self.num_repeats = NUM_GRAPHS, NUM_COMPARED_PASSES
         # Sums of the bytes of a pass's results, by those of its input and of the parameters.
         self.results: dict[Any, list[int]] = {}
 
@@ -91,8 +91,8 @@ class PureLayer(nn.Module):
     def _refuse_leaves(self, x: Any, y: Any) -> None:
         if self.num_graphs and torch.is_grad_enabled():
             self.num_graphs -= 1
-            inside = {id(parameter) for parameter in self.layer.parameters()}
-            if any(id(leaf) not in inside for leaf in leaves_beyond(y, x)):
+            own_parameters = {id(parameter) for parameter in self.layer.parameters()}
+            if any(id(leaf) not in own_parameters for leaf in leaves_beyond(y, x)):
                 raise ValueError(
                     f"{self.title} computes with a parameter that is not one of its own; register it in this layer,"
                     " too, as a tied weight"
@@ -104,11 +104,11 @@ class MiddleLayer(PureLayer):
 
     def forward(self, *x: Any) -> Any:
         y = super().forward(*x)
-        for part in y if isinstance(y, tuple) else (y,):
-            if not isinstance(part, PASSED):
+        for value in y if isinstance(y, tuple) else (y,):
+            if not isinstance(value, PASSED_TYPES):
                 raise ValueError(
-                    f"{self.title} returns a {type(part).__name__}; expected a tensor, or a tuple of tensors, which the"
-                    " next layer takes as its arguments"
+                    f"{self.title} returns a {type(value).__name__}; expected a tensor, or a tuple of tensors, which"
+                    " the next layer takes as its arguments"
                 )
         return y
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.devices.memory_rehearsal import without_memory
 from harness.devices.streams import Device
-from methods.sharding.device_process import Here, Process
+from methods.sharding.device_process import CallProcess, LocalDevice
 from methods.sharding.device_worker import Worker, WorkerOptions
 from methods.sharding.dispatch import Dispatcher
 from methods.sharding.shard import Shard, allocate_slabs
@@ -45,12 +45,12 @@ def rehearse(
         dispatcher = Dispatcher(_tasks(models, batches, settings), devices, splits=splits)
         for _ in dispatcher.run():
             pass
-        lacking = [task for task in dispatcher.tasks if task.lacks_memory]
-        if not lacking:
+        failed_tasks = [task for task in dispatcher.tasks if task.lacks_memory]
+        if not failed_tasks:
             return dispatcher.devices, dispatcher.splits
         if not dispatcher.halve_all():
             raise torch.OutOfMemoryError(
-                f"with shards of one layer: {lacking[0].failure.strip().splitlines()[-1]}"
+                f"with shards of one layer: {failed_tasks[0].failure.strip().splitlines()[-1]}"
             )
         devices, splits = dispatcher.devices, dispatcher.splits
 
@@ -79,13 +79,13 @@ def foretold_bytes(
         with without_memory() as tracker, Device("sim") as device:
             all_shards = [shard for shards in models for shard in shards]
             allocate_slabs(all_shards, lambda size: torch.zeros(size, dtype=torch.uint8))
-            for shard in all_shards:
-                for module in (module for layer in shard.layers for module in layer.modules()):
+            for layer in (layer for shard in all_shards for layer in shard.layers):
+                for module in layer.modules():
                     for name, buffer in module.named_buffers(recurse=False):
                         setattr(module, name, _without_memory(buffer))
             worker = Worker(device, models, dataclasses.replace(options, keeps_random=False))
             batches_without_memory = [map_tensors(_without_memory, batch) for batch in batches]
-            dispatcher = Dispatcher(_tasks(models, batches_without_memory, settings), [Here(worker)])
+            dispatcher = Dispatcher(_tasks(models, batches_without_memory, settings), [LocalDevice(worker)])
             for _ in dispatcher.run():
                 pass
             return None if any(task.failure for task in dispatcher.tasks) else tracker.stats()["device_peak"]
@@ -103,7 +103,7 @@ def foretold_elsewhere(
     can then use no GPU. Return None, too, if that process does not find the classes of the models."""
     batches_without_memory = [map_tensors(lambda tensor: tensor.to("meta"), batch) for batch in batches]
     with suppress(EOFError, TypeError):
-        process = Process(__name__, _foretell, models, batches_without_memory, settings, options)
+        process = CallProcess(__name__, _foretell, models, batches_without_memory, settings, options)
         try:
             return int(process.connection.recv())
         finally:

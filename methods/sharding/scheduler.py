@@ -31,7 +31,7 @@ POLICIES: dict[str, Key] = {
 }
 
 
-def key_of(policy: str) -> Key:
+def policy_key(policy: str) -> Key:
     """Return the key function of the policy of this name. Raises ValueError for an unknown name."""
     if policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
@@ -43,11 +43,11 @@ class UnitSchedule(NamedTuple):
     units: list[PoolUnit]  # (model, device, start, end), in the order of starts
 
 
-def simulate(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> UnitSchedule:
+def simulate_policy(chains: Chains, num_devices: int, policy: str = "lrtf", seed: int = 0) -> UnitSchedule:
     """Simulate the policy's schedule under a virtual clock. `seed`: the seed of the random policy. Raises ValueError
     for an unknown policy, no device, or a time that is not positive."""
-    _check(chains, num_devices)
-    units = run_pool(chains, num_devices, key_of(policy), random.Random(seed).random)
+    _check_chains(chains, num_devices)
+    units = run_pool(chains, num_devices, policy_key(policy), random.Random(seed).random)
     return UnitSchedule(max(unit.end for unit in units), units)
 
 
@@ -55,7 +55,7 @@ def lower_bound(chains: Chains, num_devices: int) -> float:
     """Return a makespan that no schedule can beat: the larger of two times. One is the time of all units, divided by
     the number of devices; the other is the time of the longest chain, run without a pause.
     """
-    _check(chains, num_devices)
+    _check_chains(chains, num_devices)
     times = [sum(chain) for chain in chains]
     return max(sum(times) / num_devices, max(times))
 
@@ -65,7 +65,7 @@ def whole_models(chains: Chains) -> list[list[float]]:
     return [[sum(chain)] for chain in chains]
 
 
-def _check(chains: Chains, num_devices: int) -> None:
+def _check_chains(chains: Chains, num_devices: int) -> None:
     if num_devices < 1:
         raise ValueError(f"num_devices: expected at least 1, got {num_devices}")
     if not any(len(chain) for chain in chains):

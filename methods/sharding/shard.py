@@ -21,7 +21,7 @@ from methods.offload.layout import Layout, install
 from methods.offload.transfer import Pair, copy
 from methods.sharding import optimizer
 from methods.sharding.optimizer import MASTER, MakeOptimizer, States, state_tensors
-from methods.shared.memory_needs import ALIGNMENT
+from methods.shared.memory_needs import ALIGNMENT_BYTES
 
 # The parts of a shard, each with a slab of its own. Units may also need the part "borrowed": weights that live in
 # other shards.
@@ -47,7 +47,7 @@ class ShardLayer(NamedTuple):
 
 class Shard:
     """A run of consecutive layers whose tensors live on the host. `lenders`: for each borrowed parameter, by name, the
-    shard where the parameter lives. `mixed`: True: the optimizer updates an fp32 master of each weight."""
+    shard where the parameter lives. `is_mixed`: True: the optimizer updates an fp32 master of each weight."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Shard:
         lenders: dict[str, Shard],
         make_optimizer: MakeOptimizer,
         *,
-        mixed: bool,
+        is_mixed: bool,
     ) -> None:
         self.named_layers, self.layers = list(layers), [layer.module for layer in layers]
-        self.lenders, self.make_optimizer, self.mixed = lenders, make_optimizer, mixed
+        self.lenders, self.make_optimizer, self.is_mixed = lenders, make_optimizer, is_mixed
         self.name = ""
         # for each parameter: the index of each of its layers, and its name in that layer
         self.sites: dict[str, list[tuple[int, str]]] = {}
@@ -69,16 +69,17 @@ class Shard:
                 parameters[name] = layer.module.get_parameter(local_name)
         # names of the parameters that live in this shard
         self.home_names = [name for name in parameters if name not in lenders]
-        self.trained = [name for name in self.home_names if parameters[name].requires_grad]
-        self.frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+        self.trained_names = [name for name in self.home_names if parameters[name].requires_grad]
+        self.frozen_names = {name for name, parameter in parameters.items() if not parameter.requires_grad}
         # Borrowed weights come last, so that one copy moves all of the shard's own weights.
-        columns = [
+        tensors = [
             (name, parameters[name].shape, parameters[name].dtype) for name in (*self.home_names, *lenders)
         ]
-        self.weight_layout, self.own_bytes = Layout(columns), Layout(columns[: len(self.home_names)]).numel
-        kept = state_tensors(make_optimizer, {name: parameters[name] for name in self.trained}, mixed=mixed)
-        self.states_of = {name: list(states) for name, states in kept.items()}
-        self.state_layout = _state_layout(kept)
+        self.weight_layout, self.own_bytes = Layout(tensors), Layout(tensors[: len(self.home_names)]).numel
+        trained = {name: parameters[name] for name in self.trained_names}
+        kept_states = state_tensors(make_optimizer, trained, is_mixed=is_mixed)
+        self.state_keys = {name: list(states) for name, states in kept_states.items()}
+        self.state_layout = _state_layout(kept_states)
         self.slabs: dict[str, Tensor] = {}  # slabs on the host, one for each part
         self.summed_names: set[str] = set()  # parameters whose gradients get a share from later shards
         self.parameters: dict[str, nn.Parameter] = {}
@@ -91,7 +92,7 @@ class Shard:
         """Return the bytes of a part on a device. Weights and gradients include borrowed weights."""
         return self.state_layout.numel if part == "states" else self.weight_layout.numel
 
-    def own_size(self, part: str) -> int:
+    def home_bytes(self, part: str) -> int:
         """Return the bytes of a part on the host, without borrowed weights."""
         return self.state_layout.numel if part == "states" else self.own_bytes
 
@@ -106,23 +107,25 @@ class Shard:
         return home_shard.weight_layout.view(home_shard.slabs[part], name)
 
     def states(self, slab: Tensor, name: str) -> States:
-        return {key: self.state_layout.view(slab, f"{name} {key}") for key in self.states_of[name]}
+        return {key: self.state_layout.view(slab, f"{name} {key}") for key in self.state_keys[name]}
 
     def bind(self, slab: Tensor, grads: Tensor) -> None:
         """Make the layers' parameters views of the device's slab `slab`, and their gradients views of `grads`."""
         for name in self.sites:
             weight, grad = self.weight_layout.view(slab, name), self.weight_layout.view(grads, name)
             if name not in self.parameters:
-                self._place(name, nn.Parameter(weight, requires_grad=name not in self.frozen))
+                self._place(name, nn.Parameter(weight, requires_grad=name not in self.frozen_names))
             # Keep the same parameter objects in every slot, because the graph of the forward pass refers to them.
             self.parameters[name].data = weight
             # .data has a version counter of its own, by which without_gradient() sees what a backward pass wrote.
-            self.parameters[name].grad = None if name in self.frozen else grad.data
+            self.parameters[name].grad = None if name in self.frozen_names else grad.data
 
     def without_gradient(self) -> list[str]:
         """Return the trained parameters into whose gradients nothing was added since bind()."""
         names_and_grads = [
-            (name, parameter.grad) for name, parameter in self.parameters.items() if name not in self.frozen
+            (name, parameter.grad)
+            for name, parameter in self.parameters.items()
+            if name not in self.frozen_names
         ]
         return [name for name, grad in names_and_grads if grad is not None and not grad._version]
 
@@ -149,10 +152,10 @@ class Shard:
         torch's own optimizer takes the step, on parameters of the model's shapes, so the result has the bits of a
         training without shards.
         """
-        states = [self.states(slab, name) for name in self.trained]
-        weights = [self.parameters[name] for name in self.trained]
+        states = [self.states(slab, name) for name in self.trained_names]
+        weights = [self.parameters[name] for name in self.trained_names]
         step_parameters = weights
-        if self.mixed:
+        if self.is_mixed:
             masters = [state.pop(MASTER) for state in states]
             step_parameters = self.masters = self.masters or [nn.Parameter(master) for master in masters]
             for parameter, master, weight in zip(step_parameters, masters, weights, strict=True):
@@ -171,7 +174,7 @@ class Shard:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
         optimizer.step(self.optimizer, step_parameters, states, is_first=is_first)
-        if self.mixed:
+        if self.is_mixed:
             with torch.no_grad():
                 torch._foreach_copy_([*weights], [*step_parameters])
 
@@ -187,8 +190,8 @@ def _state_layout(states: dict[str, States]) -> Layout:
     )
 
 
-def cut(
-    layers: Sequence[ShardLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, mixed: bool
+def cut_into_shards(
+    layers: Sequence[ShardLayer], lengths: Sequence[int], make_optimizer: MakeOptimizer, *, is_mixed: bool
 ) -> list:
     """Cut a model into shards, and return them in order. `lengths`: the number of layers of each shard."""
     shards: list[Shard] = []
@@ -198,7 +201,7 @@ def cut(
         run_layers = layers[start : start + length]
         names = dict.fromkeys(name for layer in run_layers for name in layer.names.values())
         lenders = {name: home_shards[name] for name in names if name in home_shards}
-        shard = Shard(run_layers, lenders, make_optimizer, mixed=mixed)
+        shard = Shard(run_layers, lenders, make_optimizer, is_mixed=is_mixed)
         home_shards.update((name, shard) for name in names if name not in home_shards)
         for earlier in shards:
             earlier.summed_names |= earlier.sites.keys() & names
@@ -207,7 +210,7 @@ def cut(
     return shards
 
 
-def split(shards: list[Shard], index: int) -> None:
+def split_shard(shards: list[Shard], index: int) -> None:
     """Replace shard `index`, which has several layers, by two shards that are as equal in bytes as possible."""
     whole = shards[index]
     sizes = [0] * len(whole.layers)
@@ -216,15 +219,12 @@ def split(shards: list[Shard], index: int) -> None:
         sizes[whole.sites[name][0][0]] += extent.stop - extent.start
     cut_index = min(range(1, len(sizes)), key=lambda index: max(sum(sizes[:index]), sum(sizes[index:])))
     first_half = _half(whole, whole.named_layers[:cut_index], {})
-    second_half = _half(
-        whole, whole.named_layers[cut_index:], dict.fromkeys(first_half.home_names, first_half)
-    )
+    lenders = dict.fromkeys(first_half.home_names, first_half)
+    second_half = _half(whole, whole.named_layers[cut_index:], lenders)
     for part, slab in whole.slabs.items():
-        middle = first_half.own_size(part)
-        first_half.slabs[part], second_half.slabs[part] = (
-            slab[:middle],
-            slab[middle : middle + second_half.own_size(part)],
-        )
+        middle = first_half.home_bytes(part)
+        first_half.slabs[part] = slab[:middle]
+        second_half.slabs[part] = slab[middle : middle + second_half.home_bytes(part)]
     second_half.summed_names = whole.summed_names & second_half.sites.keys()
     first_half.summed_names = (whole.summed_names | second_half.sites.keys()) & first_half.sites.keys()
     whole.release()
@@ -238,7 +238,7 @@ def split(shards: list[Shard], index: int) -> None:
 def _half(whole: Shard, layers: list[ShardLayer], lenders: dict[str, Shard]) -> Shard:
     names = {name for layer in layers for name in layer.names.values()}
     lenders = {name: lender for name, lender in {**whole.lenders, **lenders}.items() if name in names}
-    half = Shard(layers, lenders, whole.make_optimizer, mixed=whole.mixed)
+    half = Shard(layers, lenders, whole.make_optimizer, is_mixed=whole.is_mixed)
     half.offload_event, half.fetch_event = whole.offload_event, whole.fetch_event
     return half
 
@@ -251,7 +251,7 @@ def allocate_slabs(
     "seconds", for the gradients of the second half of each batch.
     """
     parts = (*PARTS, "seconds") if in_halves else PARTS
-    sizes = [max(ALIGNMENT, shard.own_size(part)) for shard in shards for part in parts]
+    sizes = [max(ALIGNMENT_BYTES, shard.home_bytes(part)) for shard in shards for part in parts]
     slabs = map(new_slab, sizes) if new_slab else iter(shared_zeros(sum(sizes)).split(sizes))
     for shard in shards:
         shard.slabs = {part: next(slabs) for part in parts}
@@ -271,11 +271,11 @@ class ShardSlot:
         self.device = device
         sizes = {part: max(shard.num_bytes(part) for shard in shards) for part in PARTS}
         self.slabs = {
-            part: device.room(max(ALIGNMENT, sizes[part]), torch.uint8, host=False) for part in PARTS
+            part: device.room(max(ALIGNMENT_BYTES, sizes[part]), torch.uint8, host=False) for part in PARTS
         }
         self.shard: Shard | None = None
         self.version = Version(-1, -1)
-        self.valid: set[str] = set()  # parts whose values here are at least as new as the host's values
+        self.valid_parts: set[str] = set()  # parts whose values here are at least as new as the host's values
         self.arrival_event: Any = None  # event at the end of the last copy into the slot; None: no copy yet
         self.drain_event: Any = None  # event at the end of the last copy out of the slot; None: no copy yet
 
@@ -286,10 +286,10 @@ class ShardSlot:
         """Queue the copies of the parts of the shard that the slot lacks. The copies begin after the slot's last
         use."""
         if not self.holds(shard, version):
-            self.shard, self.version, self.valid = shard, version, set()
+            self.shard, self.version, self.valid_parts = shard, version, set()
         if self.version.borrowed != version.borrowed:
-            self.version, self.valid = version, self.valid - {"borrowed"}
-        missing = parts - self.valid
+            self.version, self.valid_parts = version, self.valid_parts - {"borrowed"}
+        missing = parts - self.valid_parts
         if not missing:
             return
         last_use, homes = self.device.compute.record_event(), (shard, *shard.lenders.values())
@@ -302,12 +302,12 @@ class ShardSlot:
         )
         for home in homes:
             home.fetch_event = self.arrival_event
-        self.valid |= missing
+        self.valid_parts |= missing
 
     def _home_pair(self, part: str, home_part: str) -> Pair:
         """Return the slot's slab of a part and the host's slab of `home_part`, both without borrowed weights."""
         assert self.shard is not None
-        size = self.shard.own_size(part)
+        size = self.shard.home_bytes(part)
         return self.slabs[part][:size], self.shard.slabs[home_part][:size]
 
     def view(self, name: str, part: str = "weights") -> Tensor:

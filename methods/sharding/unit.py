@@ -25,11 +25,11 @@ FORWARD, LOSS, BACKWARD, UPDATE = "forward", "loss", "backward", "update"
 INTERMEDIATES = ("checkpointed", "saved")
 
 
-class Kept(NamedTuple):
+class RecomputeInput(NamedTuple):
     """What a recompute of a layer needs: the layer's input, and the random state before its forward pass."""
 
     x: Tensors
-    random: Any
+    random_state: Any
 
 
 class Unit(NamedTuple):
@@ -43,8 +43,8 @@ class Unit(NamedTuple):
     x: Sequence[Tensors] = ()
     targets: Sequence[Any] = ()  # of each micro-batch
     dy: Sequence[Tensors] = ()
-    kept: Any = None  # for a backward unit: for each layer, a Kept of each micro-batch
-    random: Any = None  # the model's random state; None: the process's own is used
+    recompute_inputs: Any = None  # for a backward unit: for each layer, a RecomputeInput of each micro-batch
+    random_state: Any = None  # the model's random state; None: the process's own is used
     factor: Tensor | None = None  # clip factor of the update; None: no clipping
     learning_rate: float | None = None  # learning rate of the update; None: the rate that the optimizer has
     # later: the update is a unit of its own. now: the update is part of the backward unit. clipped: like now, with the
@@ -52,7 +52,7 @@ class Unit(NamedTuple):
     update: str = "later"
     rehearses: bool = False  # True: the unit copies nothing to the host's slabs
     # number of the half of the batch, 0 or 1; each half has a host slab for its gradients; None: the whole batch
-    part: int | None = None
+    batch_half: int | None = None
 
 
 class Result(NamedTuple):
@@ -61,14 +61,14 @@ class Result(NamedTuple):
 
     # for each micro-batch: the output of a forward pass, or the gradient of the input from a backward pass
     y: Sequence[Tensors] = ()
-    kept: Any = None  # of a forward unit: for each layer, a Kept of each micro-batch
-    random: Any = None
+    recompute_inputs: Any = None  # of a forward unit: for each layer, a RecomputeInput of each micro-batch
+    random_state: Any = None
     loss: Tensor | None = None
     # gradient norms of the shard's trained parameters, fp32; None: no gradient
     norms: list[Tensor] | None = None
 
 
-def parts_of(unit: Unit) -> set[str]:
+def needed_parts(unit: Unit) -> set[str]:
     """Return the parts of a shard that a unit needs on the device: names of PARTS, or "borrowed"."""
     if unit.kind == UPDATE:
         return {"weights", "grads", "states"}
@@ -78,11 +78,12 @@ def parts_of(unit: Unit) -> set[str]:
 
 def map_tensors(function: Callable[[Tensor], Any], values: Iterable[Any]) -> Tensors:
     """Return the values as a tuple, with the function applied to each tensor, also to tensors in lists and dicts."""
-    return tuple(
-        function(value) if isinstance(value, Tensor) else value if value is None else _mapped(function, value)
-        for value in values
-    )
+    return tuple(_map_value(function, value) for value in values)
 
 
-def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+def _map_value(function: Callable[[Tensor], Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if value is None:  # at once, without a walk through a tree
+        return None
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class LossScale:
     """The scale of the current step's loss: always 1 in dtypes other than fp16."""
 
-    least, is_dynamic = 1.0, True
+    least_value, is_dynamic = 1.0, True
     window: int | None = None  # the scale doubles after this many steps in a row without a skip; None: 1000
 
     def __init__(self, training: Workload | Terms) -> None:
@@ -46,15 +46,15 @@ class LossScale:
         """
         if not self.is_used:
             return Step(loss, norm)
-        ended = Step(loss, norm, loss_scale=self.value, is_skipped=is_skipped)
+        finished_step = Step(loss, norm, loss_scale=self.value, is_skipped=is_skipped)
         self.num_good = 0 if is_skipped else self.num_good + 1
         if not self.is_dynamic:
-            return ended
+            return finished_step
         if is_skipped:
-            self.value = max(self.least, self.value / 2)
+            self.value = max(self.least_value, self.value / 2)
         elif self.num_good % (self.window or LOSS_SCALE_WINDOW) == 0:
             self.value *= 2
-        return ended
+        return finished_step
 
     def resume(self, value: float, num_good: int) -> None:
         """Continue with a checkpoint's scale and its number of steps without a skip. If the scale is not used, or is
@@ -64,9 +64,11 @@ class LossScale:
 
 
 class ChosenLossScale(LossScale):
-    """A loss scale that a user's script chooses. `start`: the first value; None: no scale is used. `least`: the lowest
-    value. `is_dynamic`: False: the first value is used for all steps."""
+    """A loss scale that a user's script chooses. `start_value`: the first value; None: no scale is used.
+    `least_value`: the lowest value. `is_dynamic`: False: the first value is used for all steps."""
 
-    def __init__(self, start: float | None, least: float = 1.0, *, is_dynamic: bool = True) -> None:
-        self.is_used, self.value, self.num_good = start is not None, start or 1.0, 0
-        self.least, self.is_dynamic = least, is_dynamic
+    def __init__(
+        self, start_value: float | None, least_value: float = 1.0, *, is_dynamic: bool = True
+    ) -> None:
+        self.is_used, self.value, self.num_good = start_value is not None, start_value or 1.0, 0
+        self.least_value, self.is_dynamic = least_value, is_dynamic

@@ -11,50 +11,56 @@ from pathlib import Path
 
 from harness.core.anatomy import Shape
 from harness.core.job import Plan, Room, Workload
+from harness.core.option import Option
 from harness.plan.resources import OPTIMIZER_BYTES
 
+DISK = Option(("--disk",), "Folder for states that are kept on the disk.", metavar="DIR", is_short=True)
 # number of a layer's elements that a host thread updates at once: few, so that all threads end together
-CHUNK = 2**18
+CHUNK_NUMEL = 2**18
 # number of elements that a device updates at once in fp16, after a copy of the gradients to fp32
-BLOCK = 2**23
+BLOCK_NUMEL = 2**23
 # Temporary bytes per element of an update by torch's kernels. Both dtypes take 4 bytes for an fp32 copy of the
 # gradient. bf16 also takes 4 for the master, which is joined from its two halves, and 2 for the bits that mark ties.
-UPDATE_COPIES = {"bf16": 10, "fp16": 4}
+UPDATE_COPY_BYTES = {"bf16": 10, "fp16": 4}
 
 # ratio: bytes that autograd saves for a layer of the GPT / bytes of the layer's input
-SAVED_BOUNDARIES = 17.2
-VECTOR = 16  # elements: torch's AdamW gives the same bits whether or not a slab is cut at multiples of VECTOR
-# bytes: every tensor of a slab starts at a multiple of ALIGNMENT, as a tensor allocated alone does
-ALIGNMENT = 64
-IN_MEMORY = ("tmpfs", "ramfs")  # kinds of file systems whose files lie in the host's memory
+SAVED_BOUNDARY_RATIO = 17.2
+# elements: torch's AdamW gives the same bits whether or not a slab is cut at multiples of VECTOR_NUMEL
+VECTOR_NUMEL = 16
+# bytes: every tensor of a slab starts at a multiple of ALIGNMENT_BYTES, as a tensor allocated alone does
+ALIGNMENT_BYTES = 64
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")  # kinds of file systems whose files lie in the host's memory
 # number of host buffers for states on the disk: one is read, one updated, one written at a time
 NUM_BUFFERS = 3
 
 
-def aligned(size: int, alignment: int = ALIGNMENT) -> int:
+def round_up(size: int, alignment: int = ALIGNMENT_BYTES) -> int:
+    """Return the smallest multiple of `alignment` from `size` on."""
     return -(-size // alignment) * alignment
 
 
 def shared_numel(numel: int, num_ranks: int) -> int:
     """Return the number of elements to which a slab of `numel` elements is padded, so that it splits over ranks. Every
-    rank's part has the same size, a multiple of VECTOR: updating part by part then gives the same bits as updating the
-    whole slab."""
-    return numel if num_ranks == 1 else aligned(numel, VECTOR * num_ranks)
+    rank's part has the same size, a multiple of VECTOR_NUMEL: updating part by part then gives the same bits as
+    updating the whole slab."""
+    return numel if num_ranks == 1 else round_up(numel, VECTOR_NUMEL * num_ranks)
 
 
 def stored_numel(numel: int) -> int:
     """Return the number of elements to which a layer of `numel` elements is padded on the disk. A padded layer fills
     whole pages in every dtype, so that reads can bypass the system's cache."""
-    return aligned(numel, 2048)
+    return round_up(numel, 2048)
 
 
-def writable(disk: str | None) -> Path:
+def writable_folder(disk: str | None) -> Path:
     """Return the folder `disk` (None: the system's temporary folder, or /var/tmp if that one lies in memory). Raises
-    ValueError if it is not writable, or lies in memory: its files would take host memory that no budget counts."""
+    ValueError if the folder is not writable, or lies in memory: its files would take host memory that no budget
+    counts."""
     folder = Path(disk or tempfile.gettempdir())
-    if not disk and file_system(folder) in IN_MEMORY:
+    if not disk and file_system(folder) in MEMORY_FILE_SYSTEMS:
         folder = Path("/var/tmp")
-    if (kind := file_system(folder)) in IN_MEMORY:
+    kind = file_system(folder)
+    if kind in MEMORY_FILE_SYSTEMS:
         raise ValueError(
             f"expected a folder on a disk, got {folder} on {kind}, in memory; try another with --disk DIR"
         )
@@ -71,16 +77,16 @@ def file_system(folder: Path) -> str:
     with contextlib.suppress(OSError):
         device = folder.stat().st_dev
         for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            mount, _, system = line.partition(" - ")
-            if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-                return system.split()[0]
+            mount_fields, _, file_system_fields = line.partition(" - ")
+            if mount_fields.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return file_system_fields.split()[0]
     return ""
 
 
 def block_numel(dtype: str) -> int:
     """Return the number of elements that the device updates at once if torch's kernels update instead of this
     project's. The number is lower in bf16, because a bf16 update makes larger temporary copies."""
-    return CHUNK // 4 if dtype == "bf16" else BLOCK
+    return CHUNK_NUMEL // 4 if dtype == "bf16" else BLOCK_NUMEL
 
 
 def state_bytes(workload: Workload) -> dict[str, int]:
@@ -89,47 +95,48 @@ def state_bytes(workload: Workload) -> dict[str, int]:
     In mixed precision the optimizer's state includes an fp32 master. In bf16 the weights are one half of the master, so
     the optimizer's state holds only the other half. Temporary fp32 copies of an update are not counted.
     """
-    size, kept = workload.weight_bytes, OPTIMIZER_BYTES[workload.dtype]
-    return {"weights": size, "gradients": size, "optimizer": kept - (2 if workload.dtype == "bf16" else 0)}
+    weight_bytes, optimizer_bytes = workload.weight_bytes, OPTIMIZER_BYTES[workload.dtype]
+    if workload.dtype == "bf16":
+        optimizer_bytes -= 2
+    return {"weights": weight_bytes, "gradients": weight_bytes, "optimizer": optimizer_bytes}
 
 
-def page_locked(size: int, room: Room) -> int:
+def page_locked_bytes(size: int, room: Room) -> int:
     """Return the bytes that torch allocates on the host for a tensor of `size` bytes. If the room locks pages, this is
     the next power of two, which torch keeps after the tensor is freed."""
     return 1 << (size - 1).bit_length() if room.page_locks and size else size
 
 
-def each_page_locked(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
+def separately_locked_bytes(size: int, workload: Workload, room: Room, num_ranks: int = 1) -> int:
     """Return the bytes that a rank takes for its parts of the model's tensors, if each part is page-locked on its own.
     `size`: bytes of an element."""
 
-    def locked(shape: Shape) -> int:
-        return page_locked(size * -(-math.prod(shape) // num_ranks), room) if len(shape) > 1 else 0
+    def locked_bytes(shape: Shape) -> int:
+        return page_locked_bytes(size * -(-math.prod(shape) // num_ranks), room) if len(shape) > 1 else 0
 
     # Biases and norms are counted as one tensor, because rounding each up adds little.
-    small = num_small(workload)
-    return workload.anatomy.total(workload.num_layers, locked) + page_locked(
-        size * -(-small // num_ranks), room
-    )
+    vector_bytes = page_locked_bytes(size * -(-num_vector_params(workload) // num_ranks), room)
+    return workload.anatomy.total(workload.num_layers, locked_bytes) + vector_bytes
 
 
-def num_small(workload: Workload) -> int:
+def num_vector_params(workload: Workload) -> int:
     """Return the number of parameters in biases and norms, which are vectors."""
     return workload.anatomy.total(workload.num_layers, lambda shape: shape[0] if len(shape) == 1 else 0)
 
 
-def saved_boundaries(workload: Workload) -> float:
+def saved_boundary_ratio(workload: Workload) -> float:
     """Return the ratio of the bytes that autograd saves for a layer to the bytes of the layer's input.
 
     For a model by its config.json the ratio also counts temporary tensors of the backward pass, because the sizes that
     are known of such a model do not separate temporary from saved tensors.
     """
-    if (blocks := workload.anatomy.blocks) is not None:
+    blocks = workload.anatomy.blocks
+    if blocks is not None:
         return max(inputs for inputs, _ in blocks.lines)
-    return SAVED_BOUNDARIES if workload.config is None else workload.boundaries
+    return SAVED_BOUNDARY_RATIO if workload.config is None else workload.boundaries
 
 
-def one_micro_batch(workload: Workload) -> Workload:
+def micro_batch_workload(workload: Workload) -> Workload:
     """Return the workload whose batch is one micro-batch of this one's."""
     return dataclasses.replace(
         workload, batch_size=workload.batch_size // workload.micro_batches, micro_batches=1
@@ -145,28 +152,35 @@ def gathered_params(workload: Workload) -> int:
 def resident_plan(workload: Workload) -> Plan:
     """Return the memory plan of a training that keeps everything on the device. Gradients are freed after each step, so
     the memory peaks at one of five moments within a step."""
-    params, size = workload.num_params, workload.weight_bytes
+    num_params, weight_bytes = workload.num_params, workload.weight_bytes
     is_whole = workload.micro_batches == 1
-    boundaries = workload.num_layers * workload.boundary_bytes // workload.micro_batches
+    boundary_bytes = workload.num_layers * workload.boundary_bytes // workload.micro_batches
     # embeddings of all micro-batches, and their gradients
-    starts = 0 if is_whole else 2 * workload.boundary_bytes
-    embedding = workload.vocab_size * workload.hidden_size
-    moments = (  # at each moment: bytes of gradients, bytes of activations
-        (0 if is_whole else size * params, boundaries + workload.head_bytes + starts),
-        # the top layer's backward pass
-        (size * (workload.end_params if is_whole else params), boundaries + workload.layer_bytes + starts),
-        (size * (params - workload.layer_params), workload.layer_bytes),  # the bottom layer's backward pass
-        # the tied embedding's two gradients are summed
-        (size * (params + 2 * embedding), 2 * workload.boundary_bytes),
-        (4 * params, 0),  # the update
+    embedded_bytes = 0 if is_whole else 2 * workload.boundary_bytes
+    embedding_numel = workload.vocab_size * workload.hidden_size
+    # At each moment: bytes of gradients, bytes of activations.
+    at_loss = (
+        0 if is_whole else weight_bytes * num_params,
+        boundary_bytes + workload.head_bytes + embedded_bytes,
     )
+    at_top_layer = (
+        weight_bytes * (workload.end_params if is_whole else num_params),
+        boundary_bytes + workload.layer_bytes + embedded_bytes,
+    )
+    at_bottom_layer = (weight_bytes * (num_params - workload.layer_params), workload.layer_bytes)
+    # The tied embedding's two gradients are summed.
+    at_embedding = (weight_bytes * (num_params + 2 * embedding_numel), 2 * workload.boundary_bytes)
+    at_update = (4 * num_params, 0)
+    moments = (at_loss, at_top_layer, at_bottom_layer, at_embedding, at_update)
     gradients, activations = max(moments, key=sum)
-    states = {
-        "weights": size * params,
-        "gradients": gradients,
-        "optimizer": OPTIMIZER_BYTES[workload.dtype] * params,
-    }
-    return Plan({**states, "activations": activations})
+    return Plan(
+        {
+            "weights": weight_bytes * num_params,
+            "gradients": gradients,
+            "optimizer": OPTIMIZER_BYTES[workload.dtype] * num_params,
+            "activations": activations,
+        }
+    )
 
 
 def describe(

@@ -23,14 +23,18 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._pytree import tree_leaves
 
 WORD_BYTES, BLOCK_BYTES = 8, 2**14  # of what byte_sum() sums at once
-NUM_VALUED = 2  # passes whose values are compared: a forward pass and its recompute
+NUM_COMPARED_PASSES = 2  # passes whose values are compared: a forward pass and its recompute
 # compared by value, as they cannot change
-PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)
-CONTAINERS = (list, dict, set, deque)
-INTERNAL = frozenset(vars(nn.Module()))  # attributes that every module has
-OF_TORCH = {Tensor, nn.Parameter}  # classes whose tensors have an address; other ones may have none
-LISTED = {"_flat_weights", "_flat_weight_refs"}  # where nn.LSTM and its kin list their parameters once more
-CONSTANT = "_tensor_constant"  # the beginning of the attributes that torch.fx adds to a module that it traces
+PLAIN_TYPES = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)
+CONTAINER_TYPES = (list, dict, set, deque)
+INTERNAL_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
+TORCH_TENSOR_TYPES = {Tensor, nn.Parameter}  # classes whose tensors have an address; other ones may have none
+# where nn.LSTM and its kin list their parameters once more
+LIST_ATTRIBUTES = {"_flat_weights", "_flat_weight_refs"}
+# the beginning of the attributes that torch.fx adds to a module that it traces
+CONSTANT_PREFIX = "_tensor_constant"
+
+Attributes = dict[str, Any]  # a module's attributes, by name
 
 
 class ModuleState(NamedTuple):
@@ -54,31 +58,38 @@ class ModuleWatch:
     if it is not the module's forward()."""
 
     def __init__(
-        self, module: nn.Module, num_valued: int = NUM_VALUED, *, with_hooks: bool = False, called: Any = None
+        self,
+        module: nn.Module,
+        num_valued: int = NUM_COMPARED_PASSES,
+        *,
+        with_hooks: bool = False,
+        called: Any = None,
     ) -> None:
-        self.named, self.num_valued, self.with_hooks = list(module.named_modules()), num_valued, with_hooks
-        self.kinds = self._kinds()
-        self.tables = [table for *_, table in self.kinds]
-        self.attributes = [vars(m) for _, m in self.named]
+        self.named_modules = list(module.named_modules())
+        self.num_valued, self.with_hooks = num_valued, with_hooks
+        self.tensor_tables = self._tensor_tables()
+        self.tables = [table for *_, table in self.tensor_tables]
+        self.attributes = [vars(module) for _, module in self.named_modules]
         attributes = [
             (f"attribute {f'{prefix}.{key}'.lstrip('.')}", key, value)
-            for prefix, m in self.named
-            for key, value in vars(m).items()
-            if key not in LISTED
+            for prefix, module in self.named_modules
+            for key, value in vars(module).items()
+            if key not in LIST_ATTRIBUTES
         ]
         self.containers = [
             (name, value)
             for name, key, value in attributes
-            if isinstance(value, CONTAINERS) and (with_hooks or key not in INTERNAL)
+            if isinstance(value, CONTAINER_TYPES) and (with_hooks or key not in INTERNAL_ATTRIBUTES)
         ]
-        self.held = [
+        self.held_attributes = [
             (name, value)
             for name, key, value in attributes
-            if isinstance(value, (Tensor, tuple, *CONTAINERS)) and key not in INTERNAL
+            if isinstance(value, (Tensor, tuple, *CONTAINER_TYPES)) and key not in INTERNAL_ATTRIBUTES
         ]
         functions = [called]
-        for _, m in self.named:
-            functions += [type(m).forward, *m._forward_pre_hooks.values(), *m._forward_hooks.values()]
+        for _, module in self.named_modules:
+            functions.append(type(module).forward)
+            functions += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         self.generators = _generators([*(value for *_, value in attributes), *functions])
 
     def state(self, arguments: Any = ()) -> ModuleState:
@@ -88,21 +99,24 @@ class ModuleWatch:
         return ModuleState(
             tensors=tensors,
             marks=self._marks(tensors),
-            attributes=self._compared(),
+            attributes=self._compared_values(),
             contents=[_items(value) for _, value in self.containers],
-            versions=[
-                (name, leaf, leaf._version)
-                for name, leaves in [
-                    ("its input", _leaves(arguments)),
-                    *((n, _items(v)) for n, v in self.held),
-                ]
-                for leaf in leaves
-                if isinstance(leaf, Tensor)
-            ],
-            generators=list(map(_drawn, self.generators)),
+            versions=self._versions(arguments),
+            generators=list(map(_generator_state, self.generators)),
             sums=list(map(byte_sum, tensors)) if is_valued else None,
             random=random_states() if is_valued else [],
         )
+
+    def _versions(self, arguments: Any) -> list[tuple[str, Tensor, int]]:
+        """Return the versions of the tensors among the arguments and in the module's attributes, by their names."""
+        versions = []
+        named_leaves = [("its input", _leaves(arguments))]
+        named_leaves += [(name, _items(value)) for name, value in self.held_attributes]
+        for name, leaves in named_leaves:
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    versions.append((name, leaf, leaf._version))
+        return versions
 
     def change(self, before: ModuleState) -> str:
         """Return what has changed since state() returned `before`; "": nothing."""
@@ -110,33 +124,34 @@ class ModuleWatch:
         if not _are_identical(tensors, before.tensors):
             return "a buffer or parameter"
         if (marks := self._marks(tensors)) != before.marks:
-            return self._name([old != new for old, new in zip(before.marks, marks, strict=True)])
-        if not _are_identical([*chain(*before.attributes)], [*chain(*self._compared())]):
-            for (prefix, _), values, now in zip(self.named, before.attributes, self.attributes, strict=True):
-                if key := _differing_attribute(values, self._compared_of(now)):
+            return self._first_name([old != new for old, new in zip(before.marks, marks, strict=True)])
+        if not _are_identical([*chain(*before.attributes)], [*chain(*self._compared_values())]):
+            attributes = zip(self.named_modules, before.attributes, self.attributes, strict=True)
+            for (prefix, _), values, now in attributes:
+                if key := _differing_attribute(values, self._compared_attributes(now)):
                     return f"attribute {f'{prefix}.{key}'.lstrip('.')}"
         for (name, value), items in zip(self.containers, before.contents, strict=True):
             if not _are_identical(_items(value), items):
                 return name
         if changed := [name for name, tensor, version in before.versions if tensor._version != version]:
             return changed[0]
-        if before.generators != list(map(_drawn, self.generators)):
+        if before.generators != list(map(_generator_state, self.generators)):
             return "the state of a generator of random numbers"
         return "" if before.sums is None else self._changed_value(before.sums, before)
 
-    def _kinds(self) -> list[tuple[str, str, dict[str, Tensor | None]]]:
+    def _tensor_tables(self) -> list[tuple[str, str, dict[str, Tensor | None]]]:
         """Return the tables of tensors that are compared, each with its kind and its module's path."""
         return [
             (kind, prefix, table)
-            for prefix, module in self.named
+            for prefix, module in self.named_modules
             for kind, table in (("parameter", module._parameters), ("buffer", module._buffers))
         ]
 
-    def _compared(self) -> list[list[Any]]:
+    def _compared_values(self) -> list[list[Any]]:
         """Return the values of each module's attributes that are compared."""
         return _dict_values(self.attributes)
 
-    def _compared_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
+    def _compared_attributes(self, attributes: Attributes) -> Attributes:
         """Return those of a module's attributes that are compared."""
         return attributes
 
@@ -144,28 +159,28 @@ class ModuleWatch:
         return [tensor for tensor in chain(*_dict_values(self.tables)) if tensor is not None]
 
     def _marks(self, tensors: list[Tensor]) -> list[Any]:
-        memory = map(Tensor.data_ptr if OF_TORCH.issuperset(map(type, tensors)) else _storage, tensors)
+        have_addresses = TORCH_TENSOR_TYPES.issuperset(map(type, tensors))
+        memory = map(Tensor.data_ptr if have_addresses else _storage_and_offset, tensors)
         if self.with_hooks:
             return [
-                (where, tensor._version, tensor.requires_grad, hooks_of(tensor))
-                for where, tensor in zip(memory, tensors, strict=True)
+                (address, tensor._version, tensor.requires_grad, hooks_of(tensor))
+                for address, tensor in zip(memory, tensors, strict=True)
             ]
-        return [(where, tensor._version) for where, tensor in zip(memory, tensors, strict=True)]
+        return [(address, tensor._version) for address, tensor in zip(memory, tensors, strict=True)]
 
-    def _name(self, differ: list[bool]) -> str:
+    def _first_name(self, differences: list[bool]) -> str:
         """Return the name of the first tensor that differs."""
-        names = [
-            f"{kind} {f'{prefix}.{key}'.lstrip('.')}"
-            for kind, prefix, table in self.kinds
-            for key, tensor in table.items()
-            if tensor is not None
-        ]
-        return names[differ.index(True)]
+        names = []
+        for kind, prefix, table in self.tensor_tables:
+            for key, tensor in table.items():
+                if tensor is not None:
+                    names.append(f"{kind} {f'{prefix}.{key}'.lstrip('.')}")
+        return names[differences.index(True)]
 
     def _changed_value(self, sums: list[int], before: ModuleState) -> str:
-        differ = [old != byte_sum(tensor) for old, tensor in zip(sums, before.tensors, strict=True)]
-        if any(differ):
-            return self._name(differ)
+        differences = [old != byte_sum(tensor) for old, tensor in zip(sums, before.tensors, strict=True)]
+        if any(differences):
+            return self._first_name(differences)
         return "" if before.random == random_states() else "the state of Python's or numpy's random numbers"
 
 
@@ -173,14 +188,14 @@ class RecomputeWatch(ModuleWatch):
     """Compares what makes a pass that is repeated another one: buffers, numbers and texts among the attributes,
     containers, random states. Another object as an attribute, such as the last pass's attention, does not."""
 
-    def _kinds(self) -> list[tuple[str, str, dict[str, Tensor | None]]]:
-        return [(kind, prefix, table) for kind, prefix, table in super()._kinds() if kind == "buffer"]
+    def _tensor_tables(self) -> list[tuple[str, str, dict[str, Tensor | None]]]:
+        return [(kind, prefix, table) for kind, prefix, table in super()._tensor_tables() if kind == "buffer"]
 
-    def _compared(self) -> list[list[Any]]:
-        return _dict_values([*map(self._compared_of, self.attributes)])
+    def _compared_values(self) -> list[list[Any]]:
+        return _dict_values([*map(self._compared_attributes, self.attributes)])
 
-    def _compared_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in attributes.items() if isinstance(value, PLAIN)}
+    def _compared_attributes(self, attributes: Attributes) -> Attributes:
+        return {key: value for key, value in attributes.items() if isinstance(value, PLAIN_TYPES)}
 
 
 def random_states() -> list[Any]:
@@ -191,7 +206,7 @@ def random_states() -> list[Any]:
     return [random.getstate(), kind, keys.tobytes(), rest]
 
 
-def _storage(tensor: Tensor) -> tuple[Any, Any]:
+def _storage_and_offset(tensor: Tensor) -> tuple[Any, Any]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
@@ -200,8 +215,10 @@ def byte_sum(tensor: Tensor) -> int:
     aligned, without a copy, else in blocks, because torch copies what it sums into words of 8."""
     if tensor.device.type not in ("cpu", "cuda") or isinstance(tensor, FakeTensor) or not tensor.numel():
         return 0
-    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
-    data = real.contiguous().flatten().view(torch.uint8)
+    values = tensor.detach()
+    if tensor.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    data = values.contiguous().flatten().view(torch.uint8)
     if data.numel() % WORD_BYTES == 0 and data.storage_offset() % WORD_BYTES == 0:
         return int(data.view(torch.int64).sum())
     return int(torch.stack([block.sum() for block in data.split(BLOCK_BYTES)]).sum())
@@ -250,7 +267,7 @@ def _are_identical(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
-def _dict_values(dicts: Sequence[dict[str, Any]]) -> list[list[Any]]:
+def _dict_values(dicts: Sequence[Attributes]) -> list[list[Any]]:
     return [*map(list, map(dict.values, dicts))]
 
 
@@ -267,7 +284,7 @@ def _items(container: Any) -> list[Any]:
     return list(container) if isinstance(container, set) else tree_leaves(container)
 
 
-def _drawn(generator: Any) -> Any:
+def _generator_state(generator: Any) -> Any:
     """Return the state of a generator of random numbers; None: it is none."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().tolist()
@@ -279,26 +296,26 @@ def _drawn(generator: Any) -> Any:
 
 def _generators(values: list[Any]) -> list[Any]:
     """Return the generators of random numbers among these values, and in the closures of the functions among them."""
-    waiting, generators, seen = list(values), [], set[int]()
+    waiting, generators, visited_functions = list(values), [], set[int]()
     while waiting:
         value = waiting.pop()
-        if _drawn(value) is not None:
+        if _generator_state(value) is not None:
             generators.append(value)
-        elif isinstance(value, (FunctionType, MethodType)) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, (FunctionType, MethodType)) and id(value) not in visited_functions:
+            visited_functions.add(id(value))
             waiting += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
     return generators
 
 
-def _differing_attribute(before: list[Any], now: dict[str, Any]) -> str:
+def _differing_attribute(before: list[Any], now: Attributes) -> str:
     """Return the first attribute that is not as before; "": all are."""
     if _are_identical(before, list(now.values())):
         return ""
     for key, old, new in zip(now, before, now.values(), strict=False):
-        is_equal = type(old) is type(new) and isinstance(new, PLAIN) and old == new
-        if old is not new and not is_equal and key not in LISTED:
+        is_equal = type(old) is type(new) and isinstance(new, PLAIN_TYPES) and old == new
+        if old is not new and not is_equal and key not in LIST_ATTRIBUTES:
             return key
-    added = [key for key in [*now][len(before) :] if not key.startswith(CONSTANT)]
+    added = [key for key in [*now][len(before) :] if not key.startswith(CONSTANT_PREFIX)]
     if added:
         return added[0]
     return "an attribute that it had" if len(now) < len(before) else ""

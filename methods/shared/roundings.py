@@ -52,11 +52,11 @@ def _register(rounding: Rounding) -> Rounding:
     return rounding
 
 
-def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _replaces_kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that turns a function into a rounding. In this rounding the decorated function replaces the
     function `name` of torch.nn.functional, and gets the original function as its first argument."""
 
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register_rounding(function: Callable[..., Any]) -> Callable[..., Any]:
         def rounding(backward: Backward, inputs: Tensor, targets: Tensor) -> Tensor:
             with replaced(F, name, functools.partial(function, getattr(F, name))):
                 return backward(inputs, targets)
@@ -65,7 +65,7 @@ def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         _register(rounding)
         return function
 
-    return add
+    return register_rounding
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def samples_reversed(backward: Backward, inputs: Tensor, targets: Tensor) -> Ten
     return backward(inputs.flip(0), targets.flip(0))
 
 
-@_kernel("linear")
+@_replaces_kernel("linear")
 def split_products(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -96,7 +96,7 @@ def split_products(
     return _split(linear, x, weight, bias, 4)
 
 
-@_kernel("linear")
+@_replaces_kernel("linear")
 def ulp_of_norms(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -107,7 +107,7 @@ def ulp_of_norms(
     return product if bias is None else product + bias
 
 
-@_kernel("scaled_dot_product_attention")
+@_replaces_kernel("scaled_dot_product_attention")
 def plain_attention(
     attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
@@ -132,14 +132,14 @@ def samples_rotated(backward: Backward, inputs: Tensor, targets: Tensor) -> Tens
     return backward(inputs.roll(1, 0), targets.roll(1, 0))
 
 
-@_kernel("linear")
+@_replaces_kernel("linear")
 def products_in_halves(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     return _split(linear, x, weight, bias, 2)
 
 
-@_kernel("linear")
+@_replaces_kernel("linear")
 def transposed_products(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -148,39 +148,39 @@ def transposed_products(
     return product if bias is None else product + bias
 
 
-@_kernel("linear")
+@_replaces_kernel("linear")
 def products_in_double(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     return linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
 
 
-@_kernel("scaled_dot_product_attention")
+@_replaces_kernel("scaled_dot_product_attention")
 def attention_in_double(
     attention: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
     return attended(query.double(), key.double(), value.double(), scale=_scale(options)).to(query.dtype)
 
 
-@_kernel("layer_norm")
+@_replaces_kernel("layer_norm")
 def plain_norm(
     norm: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor, bias: Tensor, epsilon: float
 ) -> Tensor:
     """Normalize in fp32. The variance is the mean of squares minus the squared mean, instead of the mean square of the
     differences from the mean."""
-    wide = x.float()
-    mean = wide.mean(-1, keepdim=True)
-    variance = (wide * wide).mean(-1, keepdim=True) - mean * mean
-    return ((wide - mean) * (variance + epsilon).rsqrt() * weight.float() + bias.float()).to(x.dtype)
+    wide_x = x.float()
+    mean = wide_x.mean(-1, keepdim=True)
+    variance = (wide_x * wide_x).mean(-1, keepdim=True) - mean * mean
+    return ((wide_x - mean) * (variance + epsilon).rsqrt() * weight.float() + bias.float()).to(x.dtype)
 
 
-@_kernel("gelu")
+@_replaces_kernel("gelu")
 def plain_gelu(gelu: Callable[..., Tensor], x: Tensor) -> Tensor:
-    wide = x.float()
-    return (0.5 * wide * (1 + torch.erf(wide / math.sqrt(2)))).to(x.dtype)
+    wide_x = x.float()
+    return (0.5 * wide_x * (1 + torch.erf(wide_x / math.sqrt(2)))).to(x.dtype)
 
 
-@_kernel("linear")
+@_replaces_kernel("linear")
 def products_in_sevenths(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -232,11 +232,11 @@ class Noisy(torch.autograd.Function):
         return noisy(grad, weight), noisy(grad.t(), x)
 
 
-def noisy(a: Tensor, b: Tensor) -> Tensor:
+def noisy(left: Tensor, right: Tensor) -> Tensor:
     """Return the product of two matrices with noise added. The random numbers depend only on the shapes, so that a
     recompute gives the same bits."""
-    product = a.float() @ b.float()
-    generator = torch.Generator().manual_seed(product.numel() + a.shape[1])
-    noise = torch.rand(product.shape, generator=generator).to(a.device).mul_(2).sub_(1)
-    sizes = torch.outer(a.float().norm(dim=1), b.float().norm(dim=0))
-    return product.add_(noise.mul_(sizes).mul_(ULP)).to(a.dtype)
+    product = left.float() @ right.float()
+    generator = torch.Generator().manual_seed(product.numel() + left.shape[1])
+    noise = torch.rand(product.shape, generator=generator).to(left.device).mul_(2).sub_(1)
+    norm_products = torch.outer(left.float().norm(dim=1), right.float().norm(dim=0))
+    return product.add_(noise.mul_(norm_products).mul_(ULP)).to(left.dtype)

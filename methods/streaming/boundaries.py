@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from harness.devices.streams import Device
 from methods.offload.transfer import copy
-from methods.shared.memory_needs import aligned
+from methods.shared.memory_needs import round_up
 from methods.streaming.placement.placement import num_boundaries
 
 ALIGNMENT_BYTES = 16  # each input begins in a slot at a multiple of this many bytes
@@ -72,7 +72,7 @@ class Boundary:
         if not torch.is_grad_enabled():
             return inputs_of_micro_batches
         inputs_that_travel = filter(_travels, chain.from_iterable(inputs_of_micro_batches))
-        slot_sizes = (aligned(tensor.nbytes, ALIGNMENT_BYTES) for tensor in inputs_that_travel)
+        slot_sizes = (round_up(tensor.nbytes, ALIGNMENT_BYTES) for tensor in inputs_that_travel)
         slot_ranges = list(pairwise(accumulate(slot_sizes, initial=0)))
         self.kept_inputs = slot_room = self.slot.take(slot_ranges[-1][1] if slot_ranges else 0)
         slot_parts = iter([slot_room[start:end] for start, end in slot_ranges])

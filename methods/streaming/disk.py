@@ -22,7 +22,7 @@ from torch import Tensor
 from harness.devices.streams import Device, pages
 from methods.offload import torch_ops  # noqa: F401  registers torch.ops.harness.read and write
 from methods.offload.state import kept_dtypes
-from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable
+from methods.shared.memory_needs import NUM_BUFFERS, stored_numel, writable_folder
 
 
 class StateFile:
@@ -42,8 +42,8 @@ class StateFile:
             torch.ops.harness.reserve(self.at(0), num_bytes)
 
     def at(self, start: int) -> Tensor:
-        """Return three numbers for torch_ops.read() and write(): the cached and the direct file descriptor, and
-        `start`, the offset in bytes."""
+        """Return three numbers for torch_ops.read_slab() and write_slab(): the cached and the direct file descriptor,
+        and `start`, the offset in bytes."""
         return torch.tensor([self.cached.fileno(), self.direct.fileno(), start])
 
 
@@ -128,5 +128,5 @@ def shelves(device: Device, num_layers: int, folder: str | None, numel: int, dty
     """Yield a shelf for each of the layers; the states are in files of this folder (None: the system's temporary
     folder). Raises OSError if the disk has no room."""
     if num_layers:
-        disk = Disk(device, writable(folder), num_layers, numel, dtype)
+        disk = Disk(device, writable_folder(folder), num_layers, numel, dtype)
         yield from (Shelf(disk, layer_index) for layer_index in range(num_layers))

@@ -60,7 +60,7 @@ class ResidentLayer:
         return dxs
 
     def update_now(self, settings: Settings, clip: Clip) -> None:
-        self.state.update(settings, clip.unclipped, self.gradients.slab)
+        self.state.update(settings, clip.unclipped_factor, self.gradients.slab)
 
     def update(self, settings: Settings, clip: Clip) -> None:
         self.state.update(settings, clip.factor)
@@ -161,7 +161,7 @@ class Streamed:
     def update_now(self, settings: Settings, clip: Clip) -> None:
         target = self.state.spare or self.state.current
         self.slot.update(
-            self.state, self.gradients.slab, self.state.next_step(settings), clip.unclipped, target
+            self.state, self.gradients.slab, self.state.next_step(settings), clip.unclipped_factor, target
         )
 
     def update_ahead(self, settings: Settings, clip: Clip) -> None:

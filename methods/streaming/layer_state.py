@@ -21,11 +21,11 @@ from harness.core.method import TensorState
 from harness.devices.streams import Device
 from harness.models.gpt import DTYPES, drawn_blocks
 from harness.models.model import new_layer
-from methods.offload.adamw import AdamStep, Factor, Settings, chunks, takes_one_pass, update
+from methods.offload.adamw import AdamStep, Factor, Settings, split_into_runs, takes_one_pass, update
 from methods.offload.clip import Clip, norms_of
-from methods.offload.layout import cut, install, layout_of
-from methods.offload.state import State, joined, keep_, kept_dtypes, master_of
-from methods.shared.memory_needs import CHUNK, block_numel, shared_numel
+from methods.offload.layout import cut_pieces, install, layout_of
+from methods.offload.state import State, joined_master, keep_master_, kept_dtypes, master_of
+from methods.shared.memory_needs import CHUNK_NUMEL, block_numel, shared_numel
 from methods.shared.terms import Terms
 from methods.streaming.gradient_views import GradientViews, settle_gradient
 from methods.streaming.recompute import run_recomputed
@@ -122,7 +122,7 @@ class LayerState:
             numel = self.whole_numel // ranks.num_ranks
         self.first = numel * ranks.rank if self.is_shared else 0
         # the pieces in this home
-        self.pieces = cut(self.layout.pieces(groups), self.first, self.first + numel)
+        self.pieces = cut_pieces(self.layout.pieces(groups), self.first, self.first + numel)
         kept = kept_dtypes(self.terms.dtype)
         in_memory = [] if home.shelf is not None or home.bare else kept
         self.current = _room_for_state(device, numel, dtype, in_memory, host=home.on_host)
@@ -135,9 +135,9 @@ class LayerState:
         self.steps = device.room(1, torch.float32, host=False)[0] if by_device else torch.zeros(())
         # One call of a compiled kernel on the device takes a whole layer. The host's updates go in chunks, which share
         # its threads.
-        block = block_numel(self.terms.dtype) if by_device else CHUNK
+        block = block_numel(self.terms.dtype) if by_device else CHUNK_NUMEL
         by_kernel = takes_one_pass(self.current, self.steps.device.type)
-        self.chunks = chunks(self.pieces, numel if by_kernel else block)
+        self.chunks = split_into_runs(self.pieces, numel if by_kernel else block)
         self.updater = "update" if home.on_host else "compute"  # the row of a trace that shows update()
 
     @classmethod
@@ -158,14 +158,16 @@ class LayerState:
         the weights), the tensors lie in the first moment's slab."""
         names = (self.prefix + name for name in self.layout.names)
         return zip(
-            names, self.layout.views(state.exp_avg if state.has_split_master else joined(state)), strict=True
+            names,
+            self.layout.views(state.exp_avg if state.has_split_master else joined_master(state)),
+            strict=True,
         )
 
     def keep_drawn(self, state: State) -> Future:
         """Store the drawn values as the state's master and weights."""
-        drawn = state.exp_avg if state.has_split_master else joined(state)
-        for start in range(0, len(drawn), CHUNK):
-            keep_(state.cut(start, start + CHUNK), drawn[start : start + CHUNK])
+        drawn = state.exp_avg if state.has_split_master else joined_master(state)
+        for start in range(0, len(drawn), CHUNK_NUMEL):
+            keep_master_(state.cut(start, start + CHUNK_NUMEL), drawn[start : start + CHUNK_NUMEL])
         if state.has_split_master:
             drawn.zero_()
         return self.updated
@@ -173,7 +175,7 @@ class LayerState:
     def draw_part(self, workload: Workload) -> None:
         """Draw the starting values of this rank's part of a layer. Every whole tensor that reaches into the part is
         drawn block by block; only the part's elements are kept."""
-        part = self.current.exp_avg if self.current.has_split_master else joined(self.current)
+        part = self.current.exp_avg if self.current.has_split_master else joined_master(self.current)
         for name, place in self.layout.places.items():
             if place.start >= self.first + len(part) or place.stop <= self.first:
                 continue
@@ -303,7 +305,9 @@ class LayerState:
                     self.adamw(self.grads, state, state, self.chunks[first:last], step, factor)
 
             # The update gets a thread only when the event has come: while it waits, another update can use the thread.
-            return self.device.workers.update(self.deadline, clip.landed or landed, len(self.chunks), work)
+            return self.device.workers.update(
+                self.deadline, clip.landed_event or landed, len(self.chunks), work
+            )
 
         self.speculation = None
         if self.shelf is None:
@@ -315,7 +319,7 @@ class LayerState:
         """Queue an update into the spare state, as if nothing were clipped. The update skips its remaining chunks when
         the norm of the gradients known so far exceeds the limit."""
         landed, state, spare = self.landed, self.current, self.spare
-        is_within, unclipped = clip.is_within(), clip.unclipped
+        is_within, unclipped = clip.is_within(), clip.unclipped_factor
         skipped: list[bool] = []
         assert spare is not None
         step = self.next_step(settings)
@@ -358,9 +362,11 @@ class LayerState:
                     if moment is not None:
                         slab.copy_(self.layout.flat(name, moment))
                 flat = self.layout.flat(name, weight)
-                for start in range(0, len(flat), CHUNK):  # a device may have no room for a copy of all values
-                    chunk = flat[start : start + CHUNK].to(slab.device, torch.float32)
-                    keep_(part.cut(start, start + CHUNK), chunk)
+                for start in range(
+                    0, len(flat), CHUNK_NUMEL
+                ):  # a device may have no room for a copy of all values
+                    chunk = flat[start : start + CHUNK_NUMEL].to(slab.device, torch.float32)
+                    keep_master_(part.cut(start, start + CHUNK_NUMEL), chunk)
             return done
 
         if self.shelf is None:

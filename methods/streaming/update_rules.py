@@ -121,4 +121,4 @@ class UpdateRule:
         self.has_stepped = True
         if self.usual_timing is SPECULATIVE:
             self.is_ahead = any(isinstance(layer, Streamed) for layer in self.layers) and self.clip.is_one()
-        return self.scale.step(loss, self.clip.total, is_skipped=self.is_skipped)
+        return self.scale.step(loss, self.clip.total_norm, is_skipped=self.is_skipped)

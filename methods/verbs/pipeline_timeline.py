@@ -10,8 +10,8 @@ from harness.simulation.event_core import KINDS
 from methods.pipeline.config.simulate import PipelineRun
 from papers.figures import plot
 
-COLORS = {"F": "#A9D3BA", "R": "#E3B23C", "B": "#2E8B57"}
-NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
+PASS_COLORS = {"F": "#A9D3BA", "R": "#E3B23C", "B": "#2E8B57"}
+PASS_NAMES = {"F": "forward", "R": "recompute", "B": "backward"}
 # most stages x micro-batches of a panel: more boxes could not be told apart, and take long to draw
 MOST_BOXES = 20_000
 
@@ -32,14 +32,14 @@ def timeline(runs: Mapping[str, PipelineRun], note: str) -> plot.Figure:
             for kind, starts, ends in zip(KINDS, run.starts, run.ends, strict=True):
                 for stage, spans in enumerate(np.stack((starts, ends - starts), axis=-1)):
                     boxes = [tuple(span) for span in spans[~np.isnan(spans[:, 0])]]
-                    axes.broken_barh(boxes, (stage - 0.42, 0.84), facecolors=COLORS[kind], linewidth=0)
+                    axes.broken_barh(boxes, (stage - 0.42, 0.84), facecolors=PASS_COLORS[kind], linewidth=0)
             plot.title(axes, f"{name}: {run.step_seconds:.4g} s, bubble {run.bubble:.1%}")
             axes.locator_params(axis="y", integer=True)
             axes.set(ylabel="stage", ylim=(len(run.starts[0]) - 0.5, -0.5))
         panels[-1].set(
             xlabel="seconds (virtual clock)", xlim=(0, max(run.step_seconds for run in runs.values()))
         )
-        handles = [Patch(facecolor=COLORS[kind], label=NAMES[kind]) for kind in KINDS]
+        handles = [Patch(facecolor=PASS_COLORS[kind], label=PASS_NAMES[kind]) for kind in KINDS]
         figure.legend(handles=handles, loc="upper right", ncols=3, bbox_to_anchor=(0.99, 1.0))
         plot.small_print(figure, note)
         figure.subplots_adjust(

@@ -13,6 +13,7 @@ import click
 from cli import options
 from cli.options import FILE, FOLDER, Bytes, Finite, Numbers, check_writable
 from harness.base.console import counted, print_table
+from harness.base.json_object import JsonObject
 from harness.core.job import Job, Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
     from methods.pipeline.config.profile import GptCosts, Profile
 
+CallOptions = dict[str, Any]  # the values of a verb's options, by the names of its parameters
 DOES_NOT_FIT = 4
 MOST_PASSES = 10**8  # most stages times micro-batches that `simulate` takes; this many take some minutes
-SECONDS = Finite(0, 1e9)  # up to 30 years
-MOST_ROWS = 20  # most rows of the printed table
+SECONDS_TYPE = Finite(0, 1e9)  # up to 30 years
+MOST_PRINTED_ROWS = 20  # most rows of the printed table
 # samples: the largest micro-batch that `configure` tries if times come from a machine's rates
 LARGEST_CHUNK = 64
 EXAMPLES = """\b
@@ -41,7 +43,7 @@ Examples:
   ./run.sh varuna simulate --stages 9 --micro-batches 64 --send 0.5 --jitter 0.3
 """
 
-model = options.together(
+model_options = options.together(
     options.model,
     click.option("-l", "num_layers", type=int, help="Number of layers."),
     click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size."),
@@ -50,7 +52,7 @@ model = options.together(
     click.option("--vocab", "vocab_size", type=int, default=50304, help="Vocabulary size."),
     options.dtype,
 )
-rates = options.together(
+rates_options = options.together(
     click.option(
         "--machine",
         "machine_name",
@@ -75,13 +77,13 @@ def varuna(context: click.Context) -> None:
 
 
 @varuna.command()
-@model
+@model_options
 @click.option(
     "--ranks", "num_ranks", type=click.IntRange(1), default=1, help="Processes that measure at once."
 )
 @click.option(
     "--micro-batches",
-    "sizes",
+    "micro_batch_sizes",
     type=Numbers(),
     default="1,2,4,8",
     help="Micro-batch sizes to measure, in samples.",
@@ -93,7 +95,7 @@ def varuna(context: click.Context) -> None:
     help="auto: cuda if each rank has a GPU of its own, else cpu.",
 )
 @click.option("--out", "folder", type=FOLDER, default="profile", help="Folder to write the profile to.")
-def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **call: Any) -> None:
+def profile(num_ranks: int, micro_batch_sizes: list[int], device: str, folder: Path, **call: Any) -> None:
     """Measure the published GPT, or a model by its config.json, on this machine.
 
     The profile holds the seconds and bytes of the model's sections, of the sections' updates, of messages between
@@ -103,12 +105,12 @@ def profile(num_ranks: int, sizes: list[int], device: str, folder: Path, **call:
         raise ValueError("expected -l and -h, or --model NAME, got neither")
     job = Job("profile", _named_workload(call), {"world_size": num_ranks}, device=device)
     check_writable(folder, "--out")
-    if note := measure_profile(job, sizes, folder, _print_text):
+    if note := measure_profile(job, micro_batch_sizes, folder, _print_text):
         print(note, file=sys.stderr)
     print(folder / PROFILE_FILE)
 
 
-def _print_text(event: dict[str, Any]) -> None:
+def _print_text(event: JsonObject) -> None:
     print(event["text"], file=sys.stderr, flush=True)
 
 
@@ -130,8 +132,8 @@ def _print_text(event: dict[str, Any]) -> None:
     type=Bytes(),
     help="Memory of each device; default: the profile's, or that of --machine.",
 )
-@model
-@rates
+@model_options
+@rates_options
 @options.as_json
 def configure(num_gpus: int, gpus_per_vm: int, batch_size: int, as_json: bool, **call: Any) -> None:
     """Choose the number of stages and the micro-batch size, and show the best choices.
@@ -140,33 +142,33 @@ def configure(num_gpus: int, gpus_per_vm: int, batch_size: int, as_json: bool, *
     """
     from methods.pipeline.config.auto_config import AutoConfig
 
-    costs, known = _costs(call, batch_size)
+    costs, memory_source = _named_costs(call, batch_size)
     config = AutoConfig(num_gpus, gpus_per_vm, batch_size, costs, call["capacity"])
-    rows = config.table()
+    configurations = config.table()
     if as_json:
-        for row in rows:
-            print(json.dumps(vars(row)))
+        for configuration in configurations:
+            print(json.dumps(vars(configuration)))
     else:
         if call["folder"] is None:
             print(f"{call['machine_name']}: {named_machines.load(call['machine_name']).about}")
-        known = "--memory" if call["capacity"] else known
-        memory = f"{gib(config.capacity_bytes)} ({known})" if config.capacity_bytes else "not limited"
+        memory_source = "--memory" if call["capacity"] else memory_source
+        memory = f"{gib(config.capacity_bytes)} ({memory_source})" if config.capacity_bytes else "not limited"
         print(f"memory of a device: {memory}")
         if call["folder"] is None and not call["network"]:
             print("messages and sums of gradients: 0 s (assumed; try --network)")
-        if rows[0].fits:
-            best = rows[0]
+        if configurations[0].fits:
+            best = configurations[0]
             print(
                 f"chosen: {counted(best.num_stages, 'stage')}, micro-batches of {best.chunk_size},"
                 f" {best.step_seconds:.4g} s a step, on {best.num_ranks} of {num_gpus} devices"
             )
-        _show(rows, config)
-    if not rows[0].fits:
+        _print_configurations(configurations, config)
+    if not configurations[0].fits:
         print(f"error: {config.why_not()}", file=sys.stderr)
         sys.exit(DOES_NOT_FIT)
 
 
-def _costs(call: dict[str, Any], batch_size: int) -> tuple[Profile | GptCosts, str]:
+def _named_costs(call: CallOptions, batch_size: int) -> tuple[Profile | GptCosts, str]:
     """Return the costs by --profile or --machine, and where a device's memory is known from."""
     from methods.pipeline.config.profile import GptCosts, read_profile
 
@@ -174,33 +176,47 @@ def _costs(call: dict[str, Any], batch_size: int) -> tuple[Profile | GptCosts, s
         return read_profile(call["folder"]), "of the profiled device"
     if not _names_model(call) or call["machine_name"] is None:
         raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
-    sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
+    micro_batch_sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
     name = call["machine_name"]
-    memory, known = named_machines.load(name).room.device_bytes, device_source(name)
-    costs = GptCosts(_named_workload(call), _rates(call), sizes, memory, float(call["network"] or "inf"))
-    return costs, known
+    memory, memory_source = named_machines.load(name).room.device_bytes, device_source(name)
+    costs = GptCosts(
+        _named_workload(call), _rates(call), micro_batch_sizes, memory, float(call["network"] or "inf")
+    )
+    return costs, memory_source
 
 
-def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
-    """Print at most MOST_ROWS configurations, best first. The last column names what limits a configuration's speed,
-    or the memory that it lacks."""
+def _print_configurations(configurations: list[ConfigRow], config: AutoConfig) -> None:
+    """Print at most MOST_PRINTED_ROWS configurations, best first. The last column names what limits a configuration's
+    speed, or the memory that it lacks."""
     capacity = config.capacity_bytes or 0
-    names = ("stages", "replicas", "micro-batch", "step, s", "samples/s", "memory of a device", "limited by")
-    cells = [
-        (
-            row.num_stages,
-            row.num_replicas,
-            row.chunk_size,
-            f"{row.step_seconds:.4g}",
-            f"{config.batch_size / row.step_seconds:.4g}",
-            gib(row.device_bytes),
-            row.binds if row.fits else f"does not fit: lacks {gib(row.device_bytes - capacity)}",
+    column_titles = (
+        "stages",
+        "replicas",
+        "micro-batch",
+        "step, s",
+        "samples/s",
+        "memory of a device",
+        "limited by",
+    )
+    cells = []
+    for configuration in configurations[:MOST_PRINTED_ROWS]:
+        limit = configuration.binds
+        if not configuration.fits:
+            limit = f"does not fit: lacks {gib(configuration.device_bytes - capacity)}"
+        cells.append(
+            (
+                configuration.num_stages,
+                configuration.num_replicas,
+                configuration.chunk_size,
+                f"{configuration.step_seconds:.4g}",
+                f"{config.batch_size / configuration.step_seconds:.4g}",
+                gib(configuration.device_bytes),
+                limit,
+            )
         )
-        for row in rows[:MOST_ROWS]
-    ]
-    print_table(names, cells, numbers=names[:-1])
-    if len(rows) > MOST_ROWS:
-        print(f"the best {MOST_ROWS} of {len(rows)} configurations; --json prints all")
+    print_table(column_titles, cells, numbers=column_titles[:-1])
+    if len(configurations) > MOST_PRINTED_ROWS:
+        print(f"the best {MOST_PRINTED_ROWS} of {len(configurations)} configurations; --json prints all")
 
 
 @varuna.command()
@@ -224,11 +240,13 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
 )
 @click.option(
     "--passes",
-    type=(SECONDS, SECONDS, SECONDS),
+    type=(SECONDS_TYPE, SECONDS_TYPE, SECONDS_TYPE),
     help="Seconds of a stage's forward pass, recompute and backward pass.  [default: 1 1 2]",
 )
-@click.option("--send", type=SECONDS, help="Seconds of a message between stages.  [default: 0]")
-@click.option("--long-send", type=SECONDS, help="Seconds of a message between machines; default: --send.")
+@click.option("--send", type=SECONDS_TYPE, help="Seconds of a message between stages.  [default: 0]")
+@click.option(
+    "--long-send", type=SECONDS_TYPE, help="Seconds of a message between machines; default: --send."
+)
 @click.option("--gpus-per-vm", type=click.IntRange(1), default=1, help="Number of stages on each machine.")
 @click.option(
     "--sends-at-once",
@@ -237,26 +255,26 @@ def _show(rows: list[ConfigRow], config: AutoConfig) -> None:
     help="Most messages at once on a link, per direction.",
 )
 @click.option(
-    "--sum", "sum_seconds", type=SECONDS, default=0.0, help="Seconds of the all-reduce between replicas."
+    "--sum", "sum_seconds", type=SECONDS_TYPE, default=0.0, help="Seconds of the all-reduce between replicas."
 )
 @click.option(
     "--jitter",
-    type=SECONDS,
+    type=SECONDS_TYPE,
     default=0.0,
     help="Standard deviation of the messages' times, as a share of their mean.",
 )
 @click.option(
     "--pass-jitter",
-    type=SECONDS,
+    type=SECONDS_TYPE,
     default=0.0,
     help="Standard deviation of the passes' times, as a share of their mean.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the random jitter.")
-@model
+@model_options
 @click.option(
     "--chunk-size", type=click.IntRange(1), default=1, help="With a model: samples per micro-batch."
 )
-@rates
+@rates_options
 @click.option(
     "--out", type=FILE, metavar="FILE", help="Draw a timeline of the stages to FILE.pdf and FILE.png."
 )
@@ -276,7 +294,7 @@ def simulate(num_stages: int, num_micro_batches: int, out: Path | None, as_json:
             name,
             times.passes,
             num_micro_batches,
-            _network(call, times.send),
+            _message_network(call, times.send),
             num_replicas=call["num_replicas"],
             pass_jitter=call["pass_jitter"],
             seed=call["seed"],
@@ -307,10 +325,10 @@ class StepTimes:
     sent_by: str
 
 
-def _step_times(call: dict[str, Any], num_stages: int) -> StepTimes:
+def _step_times(call: CallOptions, num_stages: int) -> StepTimes:
     passes, send, sent_by = call["passes"], call["send"], "--send"
     if _names_model(call):
-        stages, per_message = _of_model(call, num_stages)
+        stages, per_message = _model_times(call, num_stages)
         name = _named_workload(call).model_name
         origin = f"{name} at the rates of {named_machines.source(call['machine_name'])}"
         if send is None and call["network"]:
@@ -323,7 +341,7 @@ def _step_times(call: dict[str, Any], num_stages: int) -> StepTimes:
     return StepTimes(stages, origin, send, sent_by)
 
 
-def _network(call: dict[str, Any], send: float) -> Network:
+def _message_network(call: CallOptions, send: float) -> Network:
     return Network(
         send,
         call["long_send"],
@@ -343,13 +361,13 @@ def _print_runs(runs: dict[str, PipelineRun], times: StepTimes, *, as_json: bool
         f"passes of a stage: {_passes_text(times.passes)} ({times.origin}); messages: {times.send:.3g} s"
         f" ({times.sent_by})"
     )
-    first = next(iter(runs.values())).step_seconds
+    first_seconds = next(iter(runs.values())).step_seconds
     cells = [
-        (name, f"{run.step_seconds:.5g}", f"{run.step_seconds / first:.3f}", f"{run.bubble:.1%}")
+        (name, f"{run.step_seconds:.5g}", f"{run.step_seconds / first_seconds:.3f}", f"{run.bubble:.1%}")
         for name, run in runs.items()
     ]
-    names = ("schedule", "step, s", "over the first", "bubble")
-    print_table(names, cells, numbers=names[1:])
+    column_titles = ("schedule", "step, s", "over the first", "bubble")
+    print_table(column_titles, cells, numbers=column_titles[1:])
 
 
 def _passes_text(passes: list[dict[str, float]]) -> str:
@@ -362,19 +380,19 @@ def _passes_text(passes: list[dict[str, float]]) -> str:
     return ", ".join(texts)
 
 
-def _names_model(call: dict[str, Any]) -> bool:
+def _names_model(call: CallOptions) -> bool:
     """Return whether the call names a model, by --model or -l. Raises ValueError if it names several models."""
     if len(call["model"]) > 1:
         raise ValueError("expected one model, got several; try a call for each")
     return call["num_layers"] is not None
 
 
-def _named_workload(call: dict[str, Any]) -> Workload:
-    names = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size", "dtype")
-    return Workload(**{name: call[name] for name in names}, **call["model"][0])
+def _named_workload(call: CallOptions) -> Workload:
+    field_names = ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size", "dtype")
+    return Workload(**{name: call[name] for name in field_names}, **call["model"][0])
 
 
-def _rates(call: dict[str, Any]) -> Rates:
+def _rates(call: CallOptions) -> Rates:
     name = call["machine_name"]
     rates = named_machines.load(name).rates(call["dtype"]) if name else None
     if rates is None:
@@ -382,7 +400,7 @@ def _rates(call: dict[str, Any]) -> Rates:
     return rates
 
 
-def _of_model(call: dict[str, Any], num_stages: int) -> tuple[list[dict[str, float]], float]:
+def _model_times(call: CallOptions, num_stages: int) -> tuple[list[dict[str, float]], float]:
     """Return the seconds of each stage's passes, by kind of pass, and the seconds of a message between two stages.
 
     Raises ValueError if there are more stages than layers, or if --machine has no rates.

@@ -29,7 +29,7 @@ def test_each_method_is_shown_once_at_the_same_depth() -> None:
 def test_the_demo_leaves_out_what_compiles_for_long_and_says_how_to_add_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel, release=None: False)
+    monkeypatch.setattr(deepspeed_config, "is_kernel_built", lambda kernel, release=None: False)
     monkeypatch.setattr(native_build, "has_header", lambda name: True)
     monkeypatch.setattr(native_build, "find", lambda: "g++")
     reasons = demo.left_out(method.names(), "sim")
@@ -40,7 +40,7 @@ def test_the_demo_leaves_out_what_compiles_for_long_and_says_how_to_add_it(
 def test_without_a_header_no_compiler_is_started_and_its_package_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel, release=None: False)
+    monkeypatch.setattr(deepspeed_config, "is_kernel_built", lambda kernel, release=None: False)
     monkeypatch.setattr(native_build, "has_header", lambda name: name != "libaio.h")
     monkeypatch.setattr(native_build, "find", lambda: "g++")
     trained = method.create("zero-infinity-nvme", {})

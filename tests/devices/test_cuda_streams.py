@@ -132,7 +132,7 @@ def test_an_ordering_bug_is_found_a_second_way(cuda: FakeCuda, bug: Bug) -> None
             "self._send(self.squares[-1] + 0)",
             "freed to",
         ),
-        ("methods/offload/transfer.py", "for event in after:", "for event in ():", "without a wait"),
+        ("methods/offload/transfer.py", "for event in events:", "for event in ():", "without a wait"),
     ],
     ids=["current stream", "freed while in use", "events"],
 )
@@ -210,7 +210,8 @@ def test_a_process_for_a_gpu_locks_the_homes_that_it_shares_and_takes_the_share_
     workload = tiny(num_layers=2)
     with Device("cpu") as host:
         models = [
-            gpt.at_home(workload, [1, 1, 1, 1], host, is_shared=True, in_halves=False) for _ in range(2)
+            gpt.shards_on_host(workload, [1, 1, 1, 1], host, is_shared=True, in_halves=False)
+            for _ in range(2)
         ]
     homes = [shards[0].slabs["weights"].untyped_storage() for shards in models]
     with cuda.running():

@@ -397,7 +397,7 @@ def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(
 def test_without_a_compiler_a_method_that_needs_one_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_build, "find", lambda: None)
     for module in (deepspeed_config, deepspeed):
-        monkeypatch.setattr(module, "is_built", lambda kernel, release=None: False)
+        monkeypatch.setattr(module, "is_kernel_built", lambda kernel, release=None: False)
     assert create("zenflow", {}).to_build() is None
     with pytest.raises(Unavailable, match="apt-get install g\\+\\+"):
         next(create("zenflow", {}).train(SMALL, iter(()), "cpu"))
@@ -470,7 +470,7 @@ if __name__ == "__main__":
 @pytest.mark.heavy
 def test_superoffloads_process_compiles_nothing(tmp_path: Path) -> None:
     """Adam's first step is the learning rate against the gradient's sign. A compiler that fails would end it."""
-    forks.call(deepspeed.build, "cpu_adam")
+    forks.call(deepspeed.compile_kernel, "cpu_adam")
     (tmp_path / "steps_elsewhere.py").write_text(STEPS_ELSEWHERE)
     environment = {**os.environ, "CXX": "/bin/false", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(tmp_path / "steps_elsewhere.py")]
@@ -484,7 +484,7 @@ def test_superoffload_trains_at_the_rate_of_each_step_tells_all_moments_and_keep
     clip_norm: float,
 ) -> None:
     """Without clipping it updates inside the backward pass; the first sub-group on the device, the others beside it."""
-    forks.call(deepspeed.build, "cpu_adam")
+    forks.call(deepspeed.compile_kernel, "cpu_adam")
     run = forks.call(
         engine_runs.superoffload_beside_resident, dataclasses.replace(SMALL, clip_norm=clip_norm)
     )
@@ -508,7 +508,7 @@ def test_superoffload_keeps_a_tenth_of_the_sub_groups_rounded_down_on_the_device
 
 @pytest.mark.heavy
 def test_superoffloads_process_locks_no_pages_which_would_take_a_context_on_the_gpu() -> None:
-    forks.call(deepspeed.build, "cpu_adam")
+    forks.call(deepspeed.compile_kernel, "cpu_adam")
     assert forks.call(engine_runs.superoffloads_locked_numels) == []
 
 
@@ -517,6 +517,6 @@ def test_superoffloads_kernel_is_compiled_before_a_run_where_it_can_run(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
     monkeypatch.setattr(machine, "gpu", lambda: {"gpu": "Some GPU"} if has_gpu else {})
-    monkeypatch.setattr(deepspeed_config, "is_built", lambda kernel, release=None: False)
+    monkeypatch.setattr(deepspeed_config, "is_kernel_built", lambda kernel, release=None: False)
     monkeypatch.setattr(native_build, "find", lambda: "g++")
     assert ("cpu_adam" in (create("superoffload", {}).to_build() or "")) is has_gpu

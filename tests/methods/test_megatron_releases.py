@@ -47,7 +47,7 @@ def test_another_release_is_installed_before_a_run_and_told_with_its_archive(eng
     assert str(trained.to_build()).startswith("megatron-core 0.13.1, once")
     assert trained.identity() == {} and implementation(options) == "upstream: megatron-core 0.13.1"
     (wanted := Release("megatron-core", "0.13.1")).packages.mkdir(parents=True)
-    (wanted.folder / release.FACTS).write_text(
+    (wanted.folder / release.FACTS_FILE).write_text(
         json.dumps({"archive": "megatron_core-0.13.1.whl", "sha256": "ab" * 32})
     )
     assert trained.to_build() is None and trained.identity() == {"megatron-core 0.13.1": "ab" * 32}

@@ -58,12 +58,12 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_release_is_known_by_its_archive(index: Path) -> None:
     archive = wheel(index, "1.2.3")
     wanted = Release(PACKAGE, "1.2.3")
-    assert wanted.identity() == {} and wanted.described() == "tiny-engine 1.2.3"
+    assert wanted.identity() == {} and wanted.description() == "tiny-engine 1.2.3"
     assert wanted.to_install() == "tiny-engine 1.2.3, once, into a folder of its own, about 20 seconds"
     wanted.install()
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     assert wanted.to_install() is None and wanted.identity() == {"tiny-engine 1.2.3": digest}
-    assert wanted.described() == f"tiny-engine 1.2.3 ({archive.name}, sha256 {digest})"
+    assert wanted.description() == f"tiny-engine 1.2.3 ({archive.name}, sha256 {digest})"
 
 
 def test_code_of_a_release_counts_by_its_version(index: Path) -> None:
@@ -182,7 +182,7 @@ def test_an_archives_name_is_without_the_query_of_its_address(tmp_path: Path) ->
         "archive_info": {"hashes": {"sha256": "ab"}},
     }
     (report := tmp_path / "report.json").write_text(json.dumps({"install": [{"download_info": info}]}))
-    assert release._archive(report) == {"archive": "tiny-1.2.3.whl", "sha256": "ab"}
+    assert release._installed_archive(report) == {"archive": "tiny-1.2.3.whl", "sha256": "ab"}
 
 
 def test_an_index_without_the_package_has_no_release_to_try(index: Path) -> None:

@@ -19,7 +19,7 @@ from harness.gate.probe import NONE
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from methods.engines import deepspeed_config, release
-from methods.engines.transformers_release import OLDER_NAMES, arguments_of
+from methods.engines.release import OLDER_NAMES, training_arguments_of
 from tests.support import releases
 from tests.support.configured import configured
 
@@ -69,13 +69,13 @@ def test_a_model_by_its_config_is_the_installed_releases() -> None:
 
 def test_a_release_gets_arguments_by_the_names_that_it_knows() -> None:
     older = dataclasses.make_dataclass("Older", [("learning_rate", float), *OLDER_NAMES.values()])
-    made = arguments_of(older, learning_rate=0.5, **dict.fromkeys(OLDER_NAMES, True))
+    made = training_arguments_of(older, learning_rate=0.5, **dict.fromkeys(OLDER_NAMES, True))
     assert dataclasses.asdict(made) == {"learning_rate": 0.5, **dict.fromkeys(OLDER_NAMES.values(), True)}
 
 
 def test_an_argument_that_a_release_lacks_is_not_dropped() -> None:
     with pytest.raises(KeyError, match="clip"):
-        arguments_of(dataclasses.make_dataclass("Older", []), clip=1.0)
+        training_arguments_of(dataclasses.make_dataclass("Older", []), clip=1.0)
 
 
 @pytest.mark.parametrize("config", [zero(stage=2, **ON_HOST), zero(stage=3), zero(stage=0)])
@@ -132,8 +132,8 @@ def test_a_configuration_that_says_otherwise_is_refused(config: str, told: str) 
 def test_adam_and_its_kernel_are_those_of_the_configuration(
     entries: dict[str, Any], kernel: str | None, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepspeed_config, "is_built", lambda name, release=None: False)
-    monkeypatch.setattr(deepspeed_config, "lacks_to_build", lambda name, release=None: None)
+    monkeypatch.setattr(deepspeed_config, "is_kernel_built", lambda name, release=None: False)
+    monkeypatch.setattr(deepspeed_config, "missing_to_build", lambda name, release=None: None)
     trained = settled(json.dumps(entries))
     assert trained.describe(LOAD, "cpu")["optimizer"] == optimizer
     assert (kernel or "None") in str(trained.to_build())

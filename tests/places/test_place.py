@@ -40,7 +40,7 @@ def test_a_release_is_installed_before_its_job_is_ordered(
         place.check(RELEASED, ())
     place.check(Job("deepspeed", TINY), ())
     (wanted := release.Release("deepspeed", "0.18.9")).packages.mkdir(parents=True)
-    (wanted.folder / release.FACTS).write_text('{"archive": "deepspeed.tar.gz", "sha256": "ab"}')
+    (wanted.folder / release.FACTS_FILE).write_text('{"archive": "deepspeed.tar.gz", "sha256": "ab"}')
     place.check(RELEASED, ())
 
 

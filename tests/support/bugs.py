@@ -233,14 +233,14 @@ SILENT_BUGS = [
     Bug(
         "clip_factor_used_before_it_lands",
         CLIP,
-        "self.landed.synchronize()",
+        "self.landed_event.synchronize()",
         "pass",
         "what clone made",
     ),
     Bug(
         "norm_so_far_used_before_it_lands",
         CLIP,
-        "            landed.synchronize()\n            return float(square_on_host)",
+        "            landed_event.synchronize()\n            return float(square_on_host)",
         "            return float(square_on_host)",
         "what clone made",
         clip_norm=COMMITTED,

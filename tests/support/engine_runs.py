@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness.core.job import Room, Workload
 from harness.models import gpt
 from methods.engines import deepspeed, deepspeed_config
-from methods.engines.deepspeed_method import DeepSpeedMethod
+from methods.engines.deepspeed_config import DeepSpeedMethod
 from methods.superoffload import SuperOffload
 from tests.support.training import TrainingResult, train
 
@@ -146,7 +146,7 @@ def _superoffload(workload: Workload) -> tuple[TrainingResult, list[list[int]], 
     ):
         trained = train("superoffload", workload, 5)
         numels = [[flat.numel() for flat in optimizers[0].fp32_partitioned_groups_flat]]
-        numels.append(deepspeed_config.sub_groups(workload))
+        numels.append(deepspeed_config.sub_group_numels(workload))
         kept = sum(
             numels[0][number] for number, name in optimizers[0].subgroup_to_device.items() if name != "cpu"
         )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.plan.resources import OPTIMIZER_BYTES, pass_seconds
-from methods.shared.memory_needs import saved_boundaries
+from methods.shared.memory_needs import saved_boundary_ratio
 
 # most messages of one kind that a rank sends or receives at once, as in the original Varuna
 MOST_MESSAGES_IN_FLIGHT = 4
@@ -176,7 +176,7 @@ def _moments_of_recompute(
     and all that the backward pass of a single micro-batch needs. `micro_batch`: the workload of one micro-batch.
     `is_alone`: True: the pipeline has no other stage."""
     boundary_bytes, embedding_bytes = micro_batch.boundary_bytes, _embedding_bytes(micro_batch)
-    boundaries_per_layer = saved_boundaries(micro_batch)
+    boundaries_per_layer = saved_boundary_ratio(micro_batch)
     saved_bytes = math.ceil(boundaries_per_layer * stage.num_layers) * boundary_bytes
     input_bytes = 0 if stage.is_first or stage.is_last else num_micro_batches * boundary_bytes
     layer_bytes = (

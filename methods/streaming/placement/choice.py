@@ -15,7 +15,7 @@ from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
 from harness.plan.resources import parts_sent
 from methods.shared.data_parallel import rank_part
-from methods.shared.memory_needs import shared_numel, writable
+from methods.shared.memory_needs import shared_numel, writable_folder
 from methods.streaming.placement.placement import (
     BY_RANKS,
     CLIPPINGS,
@@ -63,7 +63,7 @@ class PlacementChoice:
         with_homes() chooses the homes of ends and boundaries. Raises ValueError for options that contradict each other,
         or that the workload does not allow."""
         if self.disk:
-            writable(self.disk)
+            writable_folder(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
             raise ValueError(f"clipping: expected one of {', '.join(CLIPPINGS)}, got {self.clipping!r}")
         if self.world_size > 1:
@@ -242,7 +242,7 @@ class PlacementChoice:
         }
         options |= _homes_as_options(self.ends, self.activations)
         if "D" in kinds:
-            options["disk"] = str(writable(self.disk))
+            options["disk"] = str(writable_folder(self.disk))
         if workload.waits_for_norm:
             options["clipping"] = clipping
         return replace(self._needs(kinds, window, clipping, workload), options=options)

@@ -16,10 +16,10 @@ from harness.base.console import counted
 from harness.core.job import Plan, Workload
 from harness.plan.resources import parts_sent, sum_sent
 from methods.shared.memory_needs import (
-    CHUNK,
+    CHUNK_NUMEL,
     NUM_BUFFERS,
-    UPDATE_COPIES,
-    VECTOR,
+    UPDATE_COPY_BYTES,
+    VECTOR_NUMEL,
     block_numel,
     shared_numel,
     state_bytes,
@@ -236,9 +236,9 @@ class PlacedLayers:
         """Return the plan of these layers. Raises ValueError if some rank's part of a layer would hold nothing but
         padding."""
         layer_params = self.workload.layer_params
-        if self.num_ranks > 1 and layer_params < VECTOR * self.num_ranks**2:
+        if self.num_ranks > 1 and layer_params < VECTOR_NUMEL * self.num_ranks**2:
             raise ValueError(
-                f"--ranks: expected at most {math.isqrt(layer_params // VECTOR)} for layers of {layer_params}"
+                f"--ranks: expected at most {math.isqrt(layer_params // VECTOR_NUMEL)} for layers of {layer_params}"
                 f" parameters, got {self.num_ranks}; try a larger -h"
             )
         device_bytes, host_bytes = self._device_bytes(), self._host_bytes()
@@ -389,7 +389,7 @@ class PlacedLayers:
         """Add the fp32 copies that updates make without a compiled kernel, at a time when boundaries are in memory,
         too."""
         dtype, layer_params = self.workload.dtype, self.workload.layer_params
-        copy_bytes, block_params = UPDATE_COPIES[dtype], block_numel(dtype)
+        copy_bytes, block_params = UPDATE_COPY_BYTES[dtype], block_numel(dtype)
         boundary_bytes, small_bytes, peak_bytes = self.activation_bytes
         resident_params = layer_params if self.count_of_kind["R"] else 0
         moments = [
@@ -407,7 +407,7 @@ class PlacedLayers:
             device_bytes["gradients"] += updated_bytes
             device_bytes["activations"] = kept_bytes + small_bytes
         params_at_home = self.numel_at_home if self.num_hosted_layers - self.count_of_kind["S"] else 0
-        host_bytes["gradients"] += copy_bytes * min(CHUNK, max(params_at_home, self.ends_numel))
+        host_bytes["gradients"] += copy_bytes * min(CHUNK_NUMEL, max(params_at_home, self.ends_numel))
 
     def _moved_bytes(self) -> int:
         """Return the bytes of a step's copies, without boundaries. The weights of a travelling layer are fetched twice

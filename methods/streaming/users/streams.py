@@ -106,7 +106,7 @@ class WindowStream:
         self.rule.settings = settings
         self.rule.finish()
         self.window.refill()
-        return self.rule.step(self.rule.clip.total)
+        return self.rule.step(self.rule.clip.total_norm)
 
     def rewind(self) -> None:
         self.window.rewind()
@@ -157,7 +157,7 @@ class OneLayerStream:
 
     def finish(self, settings: Settings) -> Step:
         is_skipped = update_at_once(self.clip, self.ends, self.states, settings)
-        return self.scale.step(self.clip.total, self.clip.total, is_skipped=is_skipped)
+        return self.scale.step(self.clip.total_norm, self.clip.total_norm, is_skipped=is_skipped)
 
     def rewind(self) -> None: ...
     def is_late(self) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from harness.core.method import Unavailable
 from harness.devices.budgets import capped
 from methods.offload import adamw_kernel
-from methods.shared.memory_needs import writable
+from methods.shared.memory_needs import writable_folder
 from methods.streaming.placement.choice import DEFAULT_WINDOW
 from methods.streaming.placement.placement import CLIPPINGS, home_of_boundaries, parse
 from methods.streaming.users.fitting import MemoryLimits, PlacementOptions, fitting
@@ -115,7 +115,7 @@ class StrongholdTrainer(UserTraining):
         window = options.window_size or min(DEFAULT_WINDOW, num_layers)
         if not 1 <= window <= num_layers:
             raise ValueError(f"window_size: expected 1 to {num_layers}, got {options.window_size}")
-        disk = str(writable(options.disk)) if "D" in kinds else options.disk
+        disk = str(writable_folder(options.disk)) if "D" in kinds else options.disk
         clipping = (options.clipping or "deferred") if self.terms.waits_for_norm else None
         self.placement, self.window_size = options.placement or f"W{num_layers}", window
         self.clipping, self.activations = clipping, home_of_boundaries(options.activations)

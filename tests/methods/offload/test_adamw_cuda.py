@@ -17,7 +17,7 @@ from harness.core import native_build
 from harness.core.method import create
 from methods.offload import adamw_cuda
 from methods.offload.adamw import published_settings
-from methods.offload.state import State, joined, keep_
+from methods.offload.state import State, joined_master, keep_master_
 from tests.methods.offload.test_adamw_kernel import NUM_STEPS, NUMEL, by_torch, empty_state, pieces, random
 from tests.support.training import tiny
 
@@ -85,7 +85,11 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def compile_kernel(
         text: str, name: str, *, cuda_include_dirs: list[str], nvcc_options: list[str]
     ) -> Launched:
-        assert text == adamw_cuda.SOURCE.read_text() and name == "adamw" and "--fmad=false" in nvcc_options
+        assert (
+            text == adamw_cuda.KERNEL_SOURCE.read_text()
+            and name == "adamw"
+            and "--fmad=false" in nvcc_options
+        )
         cpp_extension.include_paths("cuda")  # as torch does: raises OSError where there is no toolkit
         source, library = tmp_path / "shim.cpp", tmp_path / "shim.so"
         source.write_text(SHIM)
@@ -115,7 +119,7 @@ def test_a_layer_in_halves_has_the_very_bits_of_torchs_fused_adamw(
     monkeypatch.setattr(adamw_cuda, "MOST_BLOCKS", most_blocks)
     state = empty_state(NUMEL)
     other = empty_state(NUMEL) if is_ahead else state
-    keep_(state, random(NUMEL, 0))
+    keep_master_(state, random(NUMEL, 0))
     scale = None if factor is None else torch.tensor(factor)
     for number in range(1, NUM_STEPS + 1):
         grads = random(NUMEL, number).bfloat16()
@@ -123,7 +127,7 @@ def test_a_layer_in_halves_has_the_very_bits_of_torchs_fused_adamw(
             grads, list(state), list(other), scale, 1.0, TABLE, settings(1e-3 * number), number, 1, 0
         )
         state, other = other, state
-    slabs = (state.weights, joined(state), state.exp_avg, state.exp_avg_sq.abs())
+    slabs = (state.weights, joined_master(state), state.exp_avg, state.exp_avg_sq.abs())
     updated = [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
     assert all(map(torch.equal, updated, by_torch(factor)))
 
@@ -132,7 +136,7 @@ def test_slabs_that_start_between_vectors_get_the_same_bits(gpu: None) -> None:
     """A thread takes four elements at once only where all slabs allow it."""
     inside, aligned = (State(*(slab[start:] for slab in empty_state(NUMEL + start))) for start in (1, 0))
     for state in (inside, aligned):
-        keep_(state, random(NUMEL, 0))
+        keep_master_(state, random(NUMEL, 0))
         grads = random(NUMEL, 1).bfloat16()
         adamw_cuda.update_on_gpu(grads, list(state), list(state), None, 1.0, TABLE, settings(1e-3), 1, 1, 0)
     assert inside.exp_avg.any() and all(map(torch.equal, inside, aligned))
@@ -141,7 +145,7 @@ def test_slabs_that_start_between_vectors_get_the_same_bits(gpu: None) -> None:
 def test_a_scale_that_is_known_takes_part_in_the_factor(gpu: None) -> None:
     state = empty_state(NUMEL)
     known, computed = empty_state(NUMEL), empty_state(NUMEL)
-    keep_(state, random(NUMEL, 0))
+    keep_master_(state, random(NUMEL, 0))
     grads = random(NUMEL, 1).bfloat16()
     adamw_cuda.update_on_gpu(grads, list(state), list(known), None, 0.25, TABLE, settings(1e-3), 1, 1, 0)
     adamw_cuda.update_on_gpu(
@@ -161,7 +165,7 @@ def test_where_torch_cannot_compile_it_torchs_kernels_update_and_the_record_says
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     adamw_cuda._compiled_for.cache_clear()
-    monkeypatch.setattr(adamw_cuda, "_failed", set())
+    monkeypatch.setattr(adamw_cuda, "_failed_devices", set())
     stronghold, workload = create("stronghold", {}), tiny(dtype="bf16")
     assert stronghold.describe(workload, "cuda")["optimizer"].endswith("of masters in halves: in one pass")
     with pytest.warns(UserWarning, match="by torch's kernels"):

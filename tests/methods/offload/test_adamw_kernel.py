@@ -19,8 +19,8 @@ from harness.devices.streams import num_update_threads
 from harness.simulation.fake_streams import DEVICE, Agent, watching
 from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel
-from methods.offload.adamw import AdamStep, Piece, chunks, published_settings, update
-from methods.offload.state import State, joined, keep_
+from methods.offload.adamw import AdamStep, Piece, published_settings, split_into_runs, update
+from methods.offload.state import State, joined_master, keep_master_
 from tests.support import forks
 from tests.support.races import VectorClock, finish
 from tests.support.training import settled, tiny
@@ -130,15 +130,15 @@ def by_us(
     """The same by update(), in place or from one state into another and back."""
     state = empty_state(NUMEL, dtype)
     other = empty_state(NUMEL, dtype) if is_ahead else state
-    keep_(state, random(NUMEL, 0))
+    keep_master_(state, random(NUMEL, 0))
     for number in range(1, NUM_STEPS + 1):
         settings = [group._replace(beta1=beta1) for group in published_settings(1e-3 * number)]
         step = AdamStep(settings, number, torch.tensor(float(number)))
         scale = None if factor is None else torch.tensor(factor)
         grads = random(NUMEL, number).to(half_of(dtype)).to(dtype)
-        update(grads, state, other, chunks(pieces(), max_numel), step, scale)
+        update(grads, state, other, split_into_runs(pieces(), max_numel), step, scale)
         state, other = other, state
-    slabs = (state.weights.to(half_of(dtype)), joined(state), state.exp_avg, state.exp_avg_sq.abs())
+    slabs = (state.weights.to(half_of(dtype)), joined_master(state), state.exp_avg, state.exp_avg_sq.abs())
     return [torch.cat([slab[start:stop] for start, stop, _ in pieces()]) for slab in slabs]
 
 
@@ -147,19 +147,19 @@ def test_every_low_half_of_a_master_comes_back(high: int) -> None:
     numbers = (high << 16) + EVERY_LOW_HALF
     bits = torch.where(numbers >= 2**31, numbers - 2**32, numbers).int()
     state = empty_state(len(bits))
-    keep_(state, bits.view(torch.float32))
-    assert torch.equal(joined(state).view(torch.int32), bits)
+    keep_master_(state, bits.view(torch.float32))
+    assert torch.equal(joined_master(state).view(torch.int32), bits)
     assert torch.equal(state.weights, bits.view(torch.float32).bfloat16())
 
 
-@pytest.mark.parametrize("path", ["torch", *adamw_kernel.PATHS])
+@pytest.mark.parametrize("path", ["torch", *adamw_kernel.VECTOR_PATHS])
 def test_every_high_half_of_a_master_goes_through_an_update_by_nothing(
     kernel: None, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but those of infinity, and of what is no number: with the low halves around zero and around a tie."""
     if path == "torch":
         monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
-    elif (place := adamw_kernel.PATHS.index(path)) > adamw_kernel.widest_path():
+    elif (place := adamw_kernel.VECTOR_PATHS.index(path)) > adamw_kernel.widest_path():
         pytest.skip(f"no {path} here")
     else:
         monkeypatch.setattr(adamw_kernel, "widest_path", lambda: place)
@@ -167,22 +167,22 @@ def test_every_high_half_of_a_master_goes_through_an_update_by_nothing(
     numbers = ((highs[:, None] << 16) + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])).flatten()
     bits = torch.where(numbers >= 2**31, numbers - 2**32, numbers).int()
     state, grads = empty_state(len(bits)), torch.zeros(len(bits), dtype=torch.bfloat16)
-    keep_(state, bits.view(torch.float32))
+    keep_master_(state, bits.view(torch.float32))
     for number in (1, 2):
         step = AdamStep(published_settings(0.0), number, torch.tensor(float(number)))
-        update(grads, state, state, chunks([Piece(0, len(bits), 0)], 2**17), step, None)
-    assert torch.equal(joined(state).view(torch.int32), bits)
+        update(grads, state, state, split_into_runs([Piece(0, len(bits), 0)], 2**17), step, None)
+    assert torch.equal(joined_master(state).view(torch.int32), bits)
     assert torch.equal(state.weights, bits.view(torch.float32).bfloat16())
 
 
 def test_a_master_that_is_no_number_stays_none() -> None:
     nans = ((0x7F80 << 16) + EVERY_LOW_HALF[1:]).int().view(torch.float32)
     state = empty_state(len(nans))
-    keep_(state, torch.cat([nans]))
-    assert joined(state).isnan().all()
+    keep_master_(state, torch.cat([nans]))
+    assert joined_master(state).isnan().all()
 
 
-@pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
+@pytest.mark.parametrize("path", range(len(adamw_kernel.VECTOR_PATHS)), ids=adamw_kernel.VECTOR_PATHS)
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in place", "ahead"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [None, 0.37])
@@ -195,19 +195,19 @@ def test_every_path_has_the_very_bits_of_torchs_fused_adamw(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if path > adamw_kernel.widest_path():
-        pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
+        pytest.skip(f"no {adamw_kernel.VECTOR_PATHS[path]} here")
     monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
     assert all(map(torch.equal, by_us(factor, 10**6, dtype, is_ahead=is_ahead), by_torch(factor, dtype)))
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.7])
-@pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
+@pytest.mark.parametrize("path", range(len(adamw_kernel.VECTOR_PATHS)), ids=adamw_kernel.VECTOR_PATHS)
 def test_first_moments_that_forget_quickly_have_the_very_bits_of_torch(
     kernel: None, path: int, beta1: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As generative adversarial networks are trained; there torch interpolates from the other end."""
     if path > adamw_kernel.widest_path():
-        pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
+        pytest.skip(f"no {adamw_kernel.VECTOR_PATHS[path]} here")
     monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
     by_kernel, by_fused_adamw = (
         by_us(0.37, 10**6, torch.float32, beta1=beta1),
@@ -251,7 +251,7 @@ class Large(NamedTuple):
 def large(numel: int, dtype: torch.dtype) -> Large:
     """Of three tensors, the second of which is short and the third of which fills no vector evenly."""
     state = empty_state(numel, dtype)
-    keep_(state, random(numel, 0))
+    keep_master_(state, random(numel, 0))
     pieces = [
         Piece(0, numel // 2, 0),
         Piece(numel // 2, numel // 2 + 24, 1),
@@ -370,13 +370,13 @@ def test_a_streamed_layers_update_is_one_pass_of_at_most_48_bytes_a_parameter(
     assert len(clock.num_bytes) >= 3 and max(clock.num_bytes) <= 48 * workload.layer_params
 
 
-@pytest.mark.parametrize("path", range(len(adamw_kernel.PATHS)), ids=adamw_kernel.PATHS)
+@pytest.mark.parametrize("path", range(len(adamw_kernel.VECTOR_PATHS)), ids=adamw_kernel.VECTOR_PATHS)
 def test_every_fp16_gradient_is_read_and_every_master_rounded_as_torch_does(
     kernel: None, path: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each finite fp16, the floats halfway to the next one, and their neighbors; beyond the largest, infinity."""
     if path > adamw_kernel.widest_path():
-        pytest.skip(f"no {adamw_kernel.PATHS[path]} here")
+        pytest.skip(f"no {adamw_kernel.VECTOR_PATHS[path]} here")
     monkeypatch.setattr(adamw_kernel, "widest_path", lambda: path)
     every = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)
     exact = torch.cat([every, -every])
@@ -390,7 +390,7 @@ def test_every_fp16_gradient_is_read_and_every_master_rounded_as_torch_does(
     masters = torch.cat([exact.float(), *around, -torch.cat(around)])
     grads = exact.repeat(-(-len(masters) // len(exact)))[: len(masters)]
     state = empty_state(len(masters), torch.float16)
-    keep_(state, masters)
+    keep_master_(state, masters)
     step = AdamStep(published_settings(0.0), 1, torch.tensor(1.0))
     update(grads, state, state, [[Piece(0, len(masters), 1)]], step, None)
     assert torch.equal(state.weights, masters.half())
@@ -406,24 +406,24 @@ def test_a_tie_keeps_its_master_through_an_update(
         monkeypatch.setattr(adamw_kernel, "compiled_library", lambda: None)
     ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001] * 9, dtype=torch.int32)
     state = empty_state(len(ties))
-    keep_(state, ties.view(torch.float32))
+    keep_master_(state, ties.view(torch.float32))
     step = AdamStep(published_settings(0.0), 1, torch.tensor(1.0))
     update(torch.ones(len(ties), dtype=torch.bfloat16), state, state, [[Piece(0, len(ties), 0)]], step, None)
-    assert torch.equal(joined(state).view(torch.int32), ties)
+    assert torch.equal(joined_master(state).view(torch.int32), ties)
     torch.testing.assert_close(state.exp_avg_sq.abs(), torch.full((len(ties),), 1e-3), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_out_of_one_state_into_another_leaves_the_first(dtype: torch.dtype, kernel: None) -> None:
     source, target, alone = (empty_state(NUMEL, dtype) for _ in range(3))
-    keep_(source, random(NUMEL, 0))
-    keep_(alone, random(NUMEL, 0))
+    keep_master_(source, random(NUMEL, 0))
+    keep_master_(alone, random(NUMEL, 0))
     step, grads = AdamStep(published_settings(1e-3), 1, torch.tensor(1.0)), random(NUMEL, 1).to(dtype)
-    update(grads, source, target, chunks(pieces(), 320), step, None)
-    assert torch.equal(joined(source), random(NUMEL, 0)) and not source.exp_avg.any()
-    update(grads, alone, alone, chunks(pieces(), 320), step, None)
+    update(grads, source, target, split_into_runs(pieces(), 320), step, None)
+    assert torch.equal(joined_master(source), random(NUMEL, 0)) and not source.exp_avg.any()
+    update(grads, alone, alone, split_into_runs(pieces(), 320), step, None)
     for start, stop, _ in pieces():
-        ahead, in_place = (joined(state)[start:stop] for state in (target, alone))
+        ahead, in_place = (joined_master(state)[start:stop] for state in (target, alone))
         assert torch.equal(ahead, in_place) and torch.equal(
             target.exp_avg[start:stop], alone.exp_avg[start:stop]
         )
@@ -431,13 +431,13 @@ def test_out_of_one_state_into_another_leaves_the_first(dtype: torch.dtype, kern
 
 @pytest.mark.parametrize("max_numel", [16, 160, 1024, 10**6])
 def test_chunks_hold_every_element_once_and_are_cut_at_whole_vectors(max_numel: int) -> None:
-    cut_pieces = [piece for chunk in chunks(pieces(), max_numel) for piece in chunk]
+    cut_pieces = [piece for chunk in split_into_runs(pieces(), max_numel) for piece in chunk]
     seen = torch.zeros(NUMEL, dtype=torch.int32)
     for start, stop, _ in cut_pieces:
         seen[start:stop] += 1
         assert start % 16 == 0
     assert all((seen[start:stop] == 1).all() for start, stop, _ in pieces())
-    assert max(chunk[-1].stop - chunk[0].start for chunk in chunks(pieces(), max_numel)) <= max_numel
+    assert max(chunk[-1].stop - chunk[0].start for chunk in split_into_runs(pieces(), max_numel)) <= max_numel
 
 
 @pytest.mark.heavy

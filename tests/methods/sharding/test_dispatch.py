@@ -15,9 +15,9 @@ import torch
 
 from harness.base.child_process import child_environment
 from methods.sharding import device_process, dispatch
-from methods.sharding.device_process import Elsewhere, largest_peaks, serve
+from methods.sharding.device_process import ProcessDevice, largest_peaks, serve
 from methods.sharding.dispatch import Dispatcher
-from methods.sharding.scheduler import simulate
+from methods.sharding.scheduler import simulate_policy
 from methods.sharding.shard import Version
 from methods.sharding.task import Task, TaskSettings
 from methods.sharding.unit import FORWARD, LOSS, Result, Unit
@@ -29,7 +29,7 @@ class Idle:
     device = SimpleNamespace(moved_bytes=0, name=torch.device("cpu"))
 
     def run(self, unit: Unit, following: Unit | None) -> Result:
-        return Result(kept=[], loss=torch.zeros(()), norms=[])
+        return Result(recompute_inputs=[], loss=torch.zeros(()), norms=[])
 
     def finish(self, result: Result) -> Result:
         return result
@@ -69,7 +69,7 @@ class Nothing:
     """A shard without layers."""
 
     lenders: dict = {}  # noqa: RUF012
-    trained: tuple = ()
+    trained_names: tuple = ()
     layers: tuple = ()
 
     def num_bytes(self, part: str) -> int:
@@ -86,9 +86,9 @@ def timed_tasks() -> list[Task]:
             [(0, 0)] * 3,
             settings=TaskSettings(update="now", num_batches=3),
         )  # type: ignore[list-item]
-        task.seconds = {
+        task.unit_seconds = {
             (kind, shard): 0.05 * (1 + shard) * {FORWARD: 1, LOSS: 3}.get(kind, 2)
-            for kind, shard in task.seconds
+            for kind, shard in task.unit_seconds
         }
         tasks.append(task)
     return tasks
@@ -98,14 +98,14 @@ def test_the_dispatchers_makespan_is_the_simulations(monkeypatch: pytest.MonkeyP
     """And so is the one foretold by two rounds."""
     clock, chains = (
         DispatchClock(),
-        [[task.seconds[unit] for unit in task.script] * 3 for task in timed_tasks()],
+        [[task.unit_seconds[unit] for unit in task.script] * 3 for task in timed_tasks()],
     )
     monkeypatch.setattr(dispatch, "time", clock)
     monkeypatch.setattr(dispatch, "wait", clock.wait)
-    seconds = {(task.model, *unit): task.seconds[unit] for task in timed_tasks() for unit in task.script}
+    seconds = {(task.model, *unit): task.unit_seconds[unit] for task in timed_tasks() for unit in task.script}
     dispatcher = Dispatcher(timed_tasks(), [TimedDevice(clock, seconds) for _ in range(3)])
     assert len(list(dispatcher.run())) == 5 * 3
-    summary, simulated = dispatcher.summary(), simulate(chains, 3).makespan
+    summary, simulated = dispatcher.summary(), simulate_policy(chains, 3).makespan
     assert summary["makespan_seconds"] == pytest.approx(simulated, rel=0.01)
     assert summary["predicted_makespan_seconds"] == pytest.approx(simulated, rel=0.01)
 
@@ -116,7 +116,7 @@ def test_a_device_of_its_own_tells_its_peaks_with_each_reply(monkeypatch: pytest
     ours, theirs = multiprocessing.Pipe()
     serving = threading.Thread(target=serve, args=(theirs, 1, Idle))
     serving.start()
-    device = Elsewhere.__new__(Elsewhere)  # whose process is a thread here
+    device = ProcessDevice.__new__(ProcessDevice)  # whose process is a thread here
     device.connection = ours
     device.ready()
     for told in ({"device_allocated": 5}, {"device_allocated": 7, "device_reserved": 9}):
@@ -133,7 +133,7 @@ def test_a_device_of_its_own_tells_its_peaks_with_each_reply(monkeypatch: pytest
 def test_a_script_without_a_guard_of_its_main_part_is_told_so(tmp_path: Path) -> None:
     """Its devices run it to find its classes, and would start devices of their own."""
     (tmp_path / "script.py").write_text(
-        f"from {Elsewhere.__module__} import Elsewhere\nElsewhere(print).ready()\n"
+        f"from {ProcessDevice.__module__} import ProcessDevice\nProcessDevice(print).ready()\n"
     )
     call = [sys.executable, tmp_path / "script.py"]
     done = subprocess.run(call, capture_output=True, text=True, env=child_environment())

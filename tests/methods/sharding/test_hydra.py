@@ -18,7 +18,7 @@ from harness.core.method import Trained, Unavailable, create
 from harness.devices import cuda_budget
 from harness.devices.memory_rehearsal import predict
 from methods.sharding import device_process, rehearsal
-from methods.sharding.device_process import shares
+from methods.sharding.device_process import memory_shares
 from methods.sharding.shard import shared_zeros
 from tests.methods.test_agree import difference
 from tests.support import forks, planting
@@ -178,7 +178,7 @@ def test_a_gpus_process_may_take_what_the_leading_process_leaves(
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
-    assert shares(["cuda:0", "cuda:1"]) == expected
+    assert memory_shares(["cuda:0", "cuda:1"]) == expected
 
 
 def test_the_processes_of_several_gpus_are_sent_batches_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

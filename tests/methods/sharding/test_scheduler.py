@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from cases._optimum import optimum
-from methods.sharding.scheduler import POLICIES, lower_bound, simulate, whole_models
+from methods.sharding.scheduler import POLICIES, lower_bound, simulate_policy, whole_models
 from tests.support.operations import num_lines
 
 # The optimum of instance(1000 * devices + seed, models) for seeds 0 to 19, each proved by CP-SAT.
@@ -124,7 +124,7 @@ def ratios(num_devices: int, num_models: int, policy: str, whole: bool = False) 
     found = []
     for chains, best in zip(instances(num_devices, num_models), OPTIMA[num_devices, num_models], strict=True):
         placed = whole_models(chains) if whole else chains
-        found.append(simulate(placed, num_devices, policy).makespan / best)
+        found.append(simulate_policy(placed, num_devices, policy).makespan / best)
     return found
 
 
@@ -164,7 +164,7 @@ def test_no_schedule_is_beyond_grahams_bound_or_below_the_lower_one(policy: str)
     for seed in range(1000):
         chains = [[rng.uniform(0.1, 5) for _ in range(rng.randint(1, 8))] for _ in range(rng.randint(1, 12))]
         num_devices = rng.randint(1, 9)
-        makespan = simulate(chains, num_devices, policy, seed).makespan
+        makespan = simulate_policy(chains, num_devices, policy, seed).makespan
         assert lower_bound(chains, num_devices) <= makespan * (1 + 1e-9)
         assert makespan <= graham_bound(chains, num_devices) * (1 + 1e-9)
 
@@ -175,12 +175,12 @@ def test_equal_units_are_scheduled_as_well_as_can_be() -> None:
     for _ in range(200):
         chains = [[1] * rng.randint(1, 20) for _ in range(rng.randint(1, 12))]
         num_devices = rng.randint(1, 6)
-        assert simulate(chains, num_devices).makespan == -(-lower_bound(chains, num_devices) // 1)
+        assert simulate_policy(chains, num_devices).makespan == -(-lower_bound(chains, num_devices) // 1)
 
 
 def test_a_schedule_worked_out_by_hand() -> None:
     """Two devices: the longest model first, then by what remains; the units of a model never overlap."""
-    found = simulate([[3, 3], [2, 2], [1]], num_devices=2)
+    found = simulate_policy([[3, 3], [2, 2], [1]], num_devices=2)
     assert found.makespan == 6  # 11 units of time on 2 devices, the longest model alone takes 6
     assert [unit[:3] for unit in found.units] == [
         (0, 0, 0),
@@ -192,12 +192,12 @@ def test_a_schedule_worked_out_by_hand() -> None:
 
 
 def test_shortest_first_leaves_the_longest_model_to_the_end() -> None:
-    assert simulate([[3, 3], [2, 2], [1]], num_devices=2, policy="srtf").makespan == 7
+    assert simulate_policy([[3, 3], [2, 2], [1]], num_devices=2, policy="srtf").makespan == 7
 
 
 def test_units_keep_their_order_and_a_device_takes_one_at_a_time() -> None:
     chains = instance(5, 12)
-    found = simulate(chains, num_devices=5, policy="random", seed=3)
+    found = simulate_policy(chains, num_devices=5, policy="random", seed=3)
     for column in (0, 1):  # models and devices
         ends: dict[int, float] = {}
         for unit in found.units:
@@ -212,16 +212,16 @@ def test_twelve_alike_models_use_eight_devices_wholly_where_whole_models_use_six
     """Of the published size: 8 shards, 20 minibatches; 12 models do not divide among 8 devices, their units do."""
     chains = [([1.0] * 7 + [3.0] + [2.0] * 7) * 20 for _ in range(12)]
     alone = sum(map(sum, chains))
-    assert alone / simulate(chains, 8).makespan == pytest.approx(8.0, rel=0.01)
-    assert alone / simulate(whole_models(chains), 8).makespan == pytest.approx(6.0)
+    assert alone / simulate_policy(chains, 8).makespan == pytest.approx(8.0, rel=0.01)
+    assert alone / simulate_policy(whole_models(chains), 8).makespan == pytest.approx(6.0)
 
 
 def test_twice_the_models_on_twice_the_devices_are_about_twice_the_work() -> None:
     rng = random.Random(0)
     chains = [[rng.uniform(0.5, 2) for _ in range(40)] for _ in range(400)]
-    half, whole = (num_lines(lambda: simulate(chains[:n], n // 10)) for n in (200, 400))  # noqa: B023
+    half, whole = (num_lines(lambda: simulate_policy(chains[:n], n // 10)) for n in (200, 400))  # noqa: B023
     assert whole < 2.5 * half
-    assert simulate(chains, 40).makespan <= 1.01 * lower_bound(chains, 40)
+    assert simulate_policy(chains, 40).makespan <= 1.01 * lower_bound(chains, 40)
 
 
 @pytest.mark.parametrize(
@@ -237,4 +237,4 @@ def test_nonsense_is_answered_in_one_line(
     chains: list[list[float]], num_devices: int, policy: str, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
-        simulate(chains, num_devices, policy)
+        simulate_policy(chains, num_devices, policy)

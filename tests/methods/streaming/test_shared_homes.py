@@ -19,7 +19,7 @@ from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from methods.offload import adamw_kernel
 from methods.offload.adamw import Piece, published_settings
-from methods.offload.layout import cut
+from methods.offload.layout import cut_pieces
 from methods.streaming.layer_state import LayerState
 from methods.streaming.starting_values import draw_states
 from tests.support.configured import configured
@@ -117,8 +117,8 @@ def test_parts_are_drawn_and_updated_to_the_bits_of_the_whole(dtype: str, hidden
 
 def test_a_part_has_the_pieces_that_lie_in_it() -> None:
     pieces = [Piece(0, 10, 0), Piece(16, 40, 1), Piece(48, 64, 0)]
-    assert cut(pieces, 0, 32) == [Piece(0, 10, 0), Piece(16, 32, 1)]
-    assert cut(pieces, 32, 64) == [Piece(0, 8, 1), Piece(16, 32, 0)]
+    assert cut_pieces(pieces, 0, 32) == [Piece(0, 10, 0), Piece(16, 32, 1)]
+    assert cut_pieces(pieces, 32, 64) == [Piece(0, 8, 1), Piece(16, 32, 0)]
 
 
 def test_a_rank_plans_its_part_of_what_ranks_share() -> None:

@@ -20,7 +20,7 @@ from harness.models.gpt import Layer, initial
 from harness.models.model import new_layer
 from methods.offload.adamw import published_settings
 from methods.offload.layout import layout_of
-from methods.offload.state import joined, keep_
+from methods.offload.state import joined_master, keep_master_
 from methods.shared.terms import Terms
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.slot import GradientRoom, Slot
@@ -54,7 +54,7 @@ def random(shape: Any, seed: int) -> Tensor:
 
 def odd_layer(device: Device, dtype: str = "fp32") -> LayerState:
     layer = LayerState(device, NamedLayer(Odd(), "odd."), Terms(dtype), Home(on_host=True))
-    keep_(layer.current, random(layer.layout.numel, seed=0))
+    keep_master_(layer.current, random(layer.layout.numel, seed=0))
     return layer
 
 
@@ -80,7 +80,7 @@ def update_at_home(layer: LayerState, factor: float | None) -> list[Tensor]:
 
 def update_by_torch(layer: LayerState, factor: float | None, **implementation: bool) -> list[Tensor]:
     """The same steps from the same weights by torch's optimizer."""
-    weights = [nn.Parameter(view.clone()) for view in layer.layout.views(joined(layer.current))]
+    weights = [nn.Parameter(view.clone()) for view in layer.layout.views(joined_master(layer.current))]
     groups = [
         {"params": [weight for weight in weights if weight.ndim == 2], "weight_decay": 0.01},
         {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
@@ -113,10 +113,11 @@ def test_update_is_close_to_torchs_unfused_adamw(device: Device, factor: float |
 
 def test_update_changes_every_element(device: Device) -> None:
     layer = odd_layer(device)
-    before = [view.clone() for view in layer.layout.views(joined(layer.current))]
+    before = [view.clone() for view in layer.layout.views(joined_master(layer.current))]
     update_at_home(layer, None)
     assert all(
-        (old != new).all() for old, new in zip(before, layer.layout.views(joined(layer.current)), strict=True)
+        (old != new).all()
+        for old, new in zip(before, layer.layout.views(joined_master(layer.current)), strict=True)
     )
 
 
@@ -131,12 +132,12 @@ def test_update_leaves_the_padding_at_zero(device: Device) -> None:
 def test_bf16_weights_are_the_rounded_master(device: Device) -> None:
     layer = odd_layer(device, "bf16")
     update_at_home(layer, None)
-    assert torch.equal(layer.current.weights, joined(layer.current).bfloat16())
+    assert torch.equal(layer.current.weights, joined_master(layer.current).bfloat16())
 
 
 def test_bf16_master_gathers_steps_too_small_to_move_a_weight(device: Device) -> None:
     layer = odd_layer(device, "bf16")
-    keep_(layer.current, torch.ones(layer.layout.numel))
+    keep_master_(layer.current, torch.ones(layer.layout.numel))
     layer.grads.fill_(1.0)
     for _ in range(100):
         layer.update(published_settings(1e-4), None)

@@ -12,7 +12,7 @@ from harness.core.job import GIB, Room, Workload
 from harness.core.method import create
 from harness.devices.memory_rehearsal import predict
 from methods.offload import adamw_kernel
-from methods.offload.clip import BLOCK
+from methods.offload.clip import BLOCK_NUMEL
 from methods.streaming import layer_state
 from methods.streaming.placement.placement import PlacedLayers, parse, placement_text, rings, shrink, spread
 from tests.methods.test_agree import difference
@@ -159,7 +159,7 @@ def test_no_update_is_made_ahead_if_every_step_is_clipped(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"vocab_size": 2 * BLOCK // 36}], ids=str
+    "changes", [{}, {"clip_norm": 0.0}, {"dtype": "bf16"}, {"vocab_size": 2 * BLOCK_NUMEL // 36}], ids=str
 )
 @pytest.mark.parametrize("micro_batches", [2, 3])
 def test_micro_batches_have_the_very_bits_in_every_place(micro_batches: int, changes: dict[str, Any]) -> None:
