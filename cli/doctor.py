@@ -73,7 +73,7 @@ def hardware(results: Path) -> list[tuple[str, str]]:
 
 def software() -> list[tuple[str, str]]:
     versions = machine.software()
-    compiler = native_build.find()
+    compiler = native_build.find_compiler()
     engines = ", ".join(f"{name} {versions[name] or 'missing'}" for name in machine.PACKAGES)
     ready = "compiled" if sim.is_built() else "not compiled yet: ./run.sh setup" if compiler else "needs g++"
     return [

@@ -1,4 +1,4 @@
-"""A method's identity: a hash of its file, of the code that the file imports, directly or not, and of the SHARED files;
+"""A method's identity: a hash of its file, of the code that the file imports, directly or not, and of SHARED_FILES;
 and whether a run executed this code.
 
 The files that the hash covers are the closure, which is found by reading the source. The closure contains every
@@ -8,8 +8,8 @@ closure names in a string and that lies beside this module. Comments, layout and
 
 The hash also covers imported packages. An installed package counts by its version. A package elsewhere on Python's path
 counts by its code, which belongs to the closure: folders, archives, compiled files, and the packages that these import.
-So do the modules that Python imports by itself when it starts (STARTED). A run that executes code that the hash does
-not cover, or whose code changes while it runs, has no verdict from the gate.
+So do the modules that Python imports by itself when it starts (STARTUP_MODULES). A run that executes code that the hash
+does not cover, or whose code changes while it runs, has no verdict from the gate.
 """
 
 from __future__ import annotations
@@ -26,34 +26,37 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from harness.base.checkout import ROOT
 from harness.base.executed_code import Executed, is_standard, site_folder
 from harness.base.imported_file import present_name
+from harness.base.json_object import JsonObject
 from harness.core.corpus_files import sampled_hash
 
 # Files that decide how every method is trained and judged, even if the method's file does not import them.
-SHARED = (
+SHARED_FILES = (
     ROOT / "methods/__init__.py",
     ROOT / "harness/core/data.py",
     ROOT / "harness/models/gpt.py",
     ROOT / "harness/gate/inspect_training.py",
 )
-PROJECT = {"harness", "places", "methods", "papers", "cli", "bench"}  # packages of this project
+PROJECT_PACKAGES = {"harness", "places", "methods", "papers", "cli", "bench"}  # packages of this project
 # may be executed beside a method
-COVERED = [ROOT / house for house in ("harness", "places", "papers", "cli")]
-STARTED = ("sitecustomize", "usercustomize")  # modules that Python imports by itself, if it has them
+COVERED_FOLDERS = [ROOT / house for house in ("harness", "places", "papers", "cli")]
+STARTUP_MODULES = ("sitecustomize", "usercustomize")  # modules that Python imports by itself, if it has them
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py|json|ya?ml|toml|ini|csv|txt)")
-LOADERS = {"import_module", "__import__"}
-CODE = {".py", ".pyc", ".so", ".cpp", ".h", ".cu"}
-SHORT = {".py", ".cpp", ".h", ".cu"}  # endings of files that count by all of their bytes
+LOADING_FUNCTIONS = {"import_module", "__import__"}
+CODE_ENDINGS = {".py", ".pyc", ".so", ".cpp", ".h", ".cu"}
+SHORT_ENDINGS = {".py", ".cpp", ".h", ".cu"}  # endings of files that count by all of their bytes
 MODULE_ENDINGS = (".py", *EXTENSION_SUFFIXES, ".pyc")
 # Pattern of import lines, for the files of a package that is not installed. Such a package may have hundreds of files,
 # and parsing takes 5 ms for each.
-IMPORTS = re.compile(r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+(\w[^\n#;]*))", re.MULTILINE)
+IMPORT_LINE = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+(\w[^\n#;]*))", re.MULTILINE
+)
 READS_DOCSTRINGS = re.compile(rb"__doc__|getdoc")  # pattern of code to which docstrings may matter
-FIRST = re.compile(r"(?:^|,)[ \t]*(\w+)")
+IMPORTED_PACKAGE = re.compile(r"(?:^|,)[ \t]*(\w+)")
 
 
 class Contents(NamedTuple):
@@ -75,12 +78,12 @@ def _hash(sources: Mapping[Path, Contents]) -> str:
     digest = hashlib.sha256()
     for _, contents in sorted(sources.items()):
         digest.update(contents.text)
-    for name in sorted(_packages(sources.values())):
-        digest.update(f"{name} {_installed(name)}".encode())
+    for name in sorted(_imported_packages(sources.values())):
+        digest.update(f"{name} {_installed_version(name)}".encode())
     return digest.hexdigest()[:16]
 
 
-class Listed(NamedTuple):
+class CodeIdentity(NamedTuple):
     """A method's identity at one time: the hash, the folder of the method's file, and the times at which the files of
     the closure were modified."""
 
@@ -89,51 +92,50 @@ class Listed(NamedTuple):
     modified_ns: dict[Path, int]
 
     @classmethod
-    def of(cls, path: Path) -> Listed:
+    def of(cls, path: Path) -> CodeIdentity:
         sources = closure(path)
         return cls(_hash(sources), path.resolve().parent, {file: file.stat().st_mtime_ns for file in sources})
 
     def lacks(self, notes: Iterable[Executed]) -> list[str]:
         """Return what was executed although the hash does not cover it, as texts. Files of the standard library, of
-        COVERED folders and of packages that have a version are covered."""
-        lacking = set[str]()
+        COVERED_FOLDERS folders and of packages that have a version are covered."""
+        uncovered = set[str]()
         for note in notes:
             file = Path(note.text)
             if note.modified_ns is None:
-                lacking.add(note.text.replace(f"{self.beside}{os.sep}", ""))
+                uncovered.add(note.text.replace(f"{self.beside}{os.sep}", ""))
             elif not self._covers(file):
-                base = next((base for base in (self.beside, ROOT) if base in file.parents), None)
-                lacking.add(str(file.relative_to(base) if base else file))
-        return sorted(lacking)
+                folder = next((folder for folder in (self.beside, ROOT) if folder in file.parents), None)
+                uncovered.add(str(file.relative_to(folder) if folder else file))
+        return sorted(uncovered)
 
     def _covers(self, file: Path) -> bool:
-        is_covered = file in self.modified_ns or any(folder in file.parents for folder in COVERED)
+        is_covered = file in self.modified_ns or any(folder in file.parents for folder in COVERED_FOLDERS)
         return is_covered or is_standard(str(file)) or _is_versioned(file)
 
-    def changed(self, notes: Iterable[Executed], after: Listed) -> list[str]:
+    def changed(self, notes: Iterable[Executed], after: CodeIdentity) -> list[str]:
         """Return the files of the closure that were executed in another state than the one that this identity has.
         `after`: the identity after the run. A file that was only given other comments meanwhile is not changed, since
         then the hash is the same and the file is the one that was executed."""
-        return sorted(
-            {
-                Path(note.text).name
-                for note in notes
-                if note.modified_ns is not None
-                and self.modified_ns.get(Path(note.text), note.modified_ns) != note.modified_ns
-                and (self.source, note.modified_ns) != (after.source, after.modified_ns.get(Path(note.text)))
-            }
-        )
+        names = set[str]()
+        for note in notes:
+            file, modified_ns = Path(note.text), note.modified_ns
+            if modified_ns is None or self.modified_ns.get(file, modified_ns) == modified_ns:
+                continue
+            if (self.source, modified_ns) != (after.source, after.modified_ns.get(file)):
+                names.add(file.name)
+        return sorted(names)
 
 
 def code_facts(
-    before: Listed, executed: Sequence[Executed], identify: Callable[[], Listed]
-) -> dict[str, Any]:
+    before: CodeIdentity, executed: Sequence[Executed], identify: Callable[[], CodeIdentity]
+) -> JsonObject:
     """Return the facts of a record's `software` about the code that the run executed.
 
     `before`: the code's identity when the run began; `executed`: the notes of all its processes; `identify`: returns
     the present identity. A run always notes some code, so a run without notes has lost them.
     """
-    facts: dict[str, Any] = {"source": before.source}
+    facts: JsonObject = {"source": before.source}
     if unlisted := before.lacks(executed) if executed else ["code that it did not note"]:
         facts["unlisted"] = unlisted
     try:
@@ -147,21 +149,21 @@ def code_facts(
 
 
 def closure(path: Path) -> dict[Path, Contents]:
-    """Return the contents of the method's file, of the SHARED files, and of every file that one of these needs, by
-    path. A module of `methods` is looked for in the folder of the method's file, too."""
+    """Return the contents of the method's file, of SHARED_FILES, and of every file that one of these needs, by path. A
+    module of `methods` is looked for in the folder of the method's file, too."""
     sources: dict[Path, Contents] = {}
     folders, seen = Folders(), set[Path]()
     beside = path.resolve().parent
-    waiting = [path.resolve(), *SHARED]
-    while waiting:
-        source = waiting.pop()
+    unread_files = [path.resolve(), *SHARED_FILES]
+    while unread_files:
+        source = unread_files.pop()
         if source not in sources:
             data = source.read_bytes()
-            sources[source] = contents = _parsed(data) if source.suffix == ".py" else Contents(data)
+            sources[source] = contents = _parse_python(data) if source.suffix == ".py" else Contents(data)
             needed = set(folders.needed(source, contents, beside)) - seen
             seen |= needed
-            waiting.extend(file.resolve() for file in needed)
-    return {**_package_files(_packages(sources.values())), **sources}
+            unread_files.extend(file.resolve() for file in needed)
+    return {**_package_files(_imported_packages(sources.values())), **sources}
 
 
 class Folders:
@@ -173,28 +175,28 @@ class Folders:
     def needed(self, source: Path, contents: Contents, beside: Path) -> Iterator[Path]:
         """Yield the files that a module imports or names."""
         for name in contents.modules:
-            bases, rest = _looked_in(name, source, beside)
+            bases, parts = _search_folders(name, source, beside)
             for base in bases:
-                yield from self._module(base, rest)
+                yield from self._module(base, parts)
         for name in contents.files:
             if (named := source.parent / name).is_file():
                 yield named
 
     def _module(self, folder: Path, parts: list[str]) -> Iterator[Path]:
         """Yield the files of a module below a folder, and of the packages above the module."""
-        if not parts and "__init__.py" in self._in(folder):
+        if not parts and "__init__.py" in self._names_in(folder):
             yield folder / "__init__.py"
         for number, part in enumerate(parts, start=1):
             if number == len(parts):
                 names = [f"{part}{ending}" for ending in MODULE_ENDINGS]
-                yield from (folder / name for name in names if name in self._in(folder))
-            if part not in self._in(folder):
+                yield from (folder / name for name in names if name in self._names_in(folder))
+            if part not in self._names_in(folder):
                 return
             folder = folder / part
-            if "__init__.py" in self._in(folder):
+            if "__init__.py" in self._names_in(folder):
                 yield folder / "__init__.py"
 
-    def _in(self, folder: Path) -> frozenset[str]:
+    def _names_in(self, folder: Path) -> frozenset[str]:
         if folder not in self.names:
             try:
                 self.names[folder] = frozenset(os.listdir(folder))
@@ -204,7 +206,7 @@ class Folders:
 
 
 @functools.cache  # by the contents, so that an edited file is parsed again
-def _parsed(data: bytes) -> Contents:
+def _parse_python(data: bytes) -> Contents:
     try:
         tree = ast.parse(data)
     except (SyntaxError, ValueError):
@@ -212,7 +214,7 @@ def _parsed(data: bytes) -> Contents:
     nodes = list(ast.walk(tree))
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     files = tuple(text for text in texts if NAMED_FILE.fullmatch(text))
-    modules = tuple(dict.fromkeys(map(present_name, _imported(tree))))
+    modules = tuple(dict.fromkeys(map(present_name, _imported_names(tree))))
     if not READS_DOCSTRINGS.search(data):
         _drop_docstrings(nodes)
     return Contents(ast.dump(tree).encode(), modules, files)
@@ -221,76 +223,79 @@ def _parsed(data: bytes) -> Contents:
 def _drop_docstrings(nodes: Iterable[ast.AST]) -> None:
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            first = node.body[0]
+            statement = node.body[0]
             if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and type(first.value.value) is str
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and type(statement.value.value) is str
             ):
                 node.body = node.body[1:]
 
 
-def _packages(sources: Iterable[Contents]) -> set[str]:
+def _imported_packages(sources: Iterable[Contents]) -> set[str]:
     """Return the names of the packages outside this project that files with these contents import, and of those that
     Python imports by itself. What an installed package imports does not count."""
     modules = {name for contents in sources for name in contents.modules if not name.startswith(".")}
-    names = {name.partition(".")[0] for name in modules} | {*filter(_places, STARTED)}
-    return names - PROJECT - sys.stdlib_module_names
+    names = {name.partition(".")[0] for name in modules} | {*filter(_module_paths, STARTUP_MODULES)}
+    return names - PROJECT_PACKAGES - sys.stdlib_module_names
 
 
 def _package_files(names: set[str]) -> dict[Path, Contents]:
     """Return the code files of those of these packages that are not installed, and of the packages that they import."""
     sources: dict[Path, Contents] = {}
-    waiting, seen = set(names), set[str]()
-    while waiting:
-        seen |= waiting
-        files = {file: contents for name in waiting for file, contents in _code(name).items()}
+    new_names, seen_names = set(names), set[str]()
+    while new_names:
+        seen_names |= new_names
+        files: dict[Path, Contents] = {}
+        for name in new_names:
+            files |= _code_files(name)
         sources |= files
-        waiting = _packages(files.values()) - seen
+        new_names = _imported_packages(files.values()) - seen_names
     return sources
 
 
-def _code(name: str) -> dict[Path, Contents]:
+def _code_files(name: str) -> dict[Path, Contents]:
     """Return the code files of a package that is not installed, or the archive that contains it; an empty dict for an
     installed package."""
     sources: dict[Path, Contents] = {}
-    for place in [] if _installed(name) else map(_existing, _places(name)):
-        if place.is_file():
-            sources[place.resolve()] = _skimmed(place, place.name)
-        for file in place.rglob("*") if place.is_dir() else ():
-            if file.suffix in CODE and file.parent.name != "__pycache__" and file.is_file():
-                sources[file.resolve()] = _skimmed(file, str(file.relative_to(place)))
+    for path in [] if _installed_version(name) else map(_existing_path, _module_paths(name)):
+        if path.is_file():
+            sources[path.resolve()] = _skim(path, path.name)
+        for file in path.rglob("*") if path.is_dir() else ():
+            if file.suffix in CODE_ENDINGS and file.parent.name != "__pycache__" and file.is_file():
+                sources[file.resolve()] = _skim(file, str(file.relative_to(path)))
     return sources
 
 
-def _skimmed(file: Path, label: str) -> Contents:
+def _skim(file: Path, label: str) -> Contents:
     """Return the contents of a file of a package that is not installed: of its imports, the packages' names."""
     # a library may have GBs
-    data = file.read_bytes() if file.suffix in SHORT else sampled_hash(file).encode()
+    data = file.read_bytes() if file.suffix in SHORT_ENDINGS else sampled_hash(file).encode()
     modules = set[str]()
     if file.suffix == ".py":
-        for from_name, import_names in IMPORTS.findall(data.decode(errors="replace")):
-            modules.update([from_name] if from_name else FIRST.findall(import_names))
+        for from_name, import_names in IMPORT_LINE.findall(data.decode(errors="replace")):
+            modules.update([from_name] if from_name else IMPORTED_PACKAGE.findall(import_names))
     return Contents(f"{label} {len(data)} ".encode(errors="replace") + data, tuple(modules))
 
 
-def _existing(place: Path) -> Path:
+def _existing_path(path: Path) -> Path:
     """Return the path itself or, for a path within an archive, the archive."""
-    return next((path for path in (place, *place.parents) if path.exists()), place)
+    return next((candidate for candidate in (path, *path.parents) if candidate.exists()), path)
 
 
-def _installed(name: str) -> str:
+def _installed_version(name: str) -> str:
     """Return the version of a package that lies in a folder of installed packages; empty for any other package."""
-    return _version(name) if any(site_folder(str(place)) for place in _places(name)) else ""
+    is_installed = any(site_folder(str(path)) for path in _module_paths(name))
+    return _distribution_version(name) if is_installed else ""
 
 
 def _is_versioned(file: Path) -> bool:
     """True if the file is of an installed package that has a version."""
     folder = site_folder(str(file))
-    return bool(folder and _version(file.relative_to(folder).parts[0].partition(".")[0]))
+    return bool(folder and _distribution_version(file.relative_to(folder).parts[0].partition(".")[0]))
 
 
-def _places(name: str) -> list[Path]:
+def _module_paths(name: str) -> list[Path]:
     """Return the folders of a package, or the file of a module; an empty list if `name` names neither."""
     with contextlib.suppress(ImportError, ValueError):
         if spec := importlib.util.find_spec(name):
@@ -299,7 +304,7 @@ def _places(name: str) -> list[Path]:
 
 
 @functools.cache
-def _version(name: str) -> str:
+def _distribution_version(name: str) -> str:
     """Return the version of the distribution of this name or, if there is none, the versions of the distributions that
     install the package `name`; empty if there is no distribution."""
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -312,40 +317,41 @@ def _distributions() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()
 
 
-def _looked_in(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:
+def _search_folders(name: str, source: Path, beside: Path) -> tuple[list[Path], list[str]]:
     """Return the folders in which the imported module `name` may lie, and the parts of the module's path below them. In
     a relative name, one dot stands for the package of the importing file `source`, and each further dot for the package
     above. A method's file counts as part of `methods` wherever the file lies. `beside`: the folder of the method's
     file, which may be on Python's path."""
     dots = len(name) - len(name.lstrip("."))
-    rest = [part for part in name[dots:].split(".") if part]
+    parts = [part for part in name[dots:].split(".") if part]
     if not dots:
         folders = {"harness": [ROOT / "harness"], "methods": [ROOT / "methods", beside]}
-        if rest[:1] and rest[0] in folders:
-            return folders[rest[0]], rest[1:]
-        return [ROOT, beside] if rest[:1] and ROOT / rest[0] in COVERED else [beside], rest
+        if parts[:1] and parts[0] in folders:
+            return folders[parts[0]], parts[1:]
+        is_covered = bool(parts) and ROOT / parts[0] in COVERED_FOLDERS
+        return [ROOT, beside] if is_covered else [beside], parts
     package = source.parents[dots - 1]
-    return [package, ROOT / "methods"] if package == beside else [package], rest
+    return [package, ROOT / "methods"] if package == beside else [package], parts
 
 
-def _imported(node: ast.AST) -> Iterator[str]:
+def _imported_names(node: ast.AST) -> Iterator[str]:
     """Yield the names of the modules that this syntax tree imports; relative names keep their dots. `from package
     import name` yields both `package` and `package.name`, because `name` may be a module."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
-            yield from (item.name for item in child.names)
+            yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             package = "." * child.level + (child.module or "")
             yield package
-            yield from (f"{package}{'.' * bool(child.module)}{item.name}" for item in child.names)
-        elif isinstance(child, ast.If) and _name(child.test) == "TYPE_CHECKING":
-            yield from _imported(ast.Module(child.orelse, []))
+            yield from (f"{package}{'.' * bool(child.module)}{alias.name}" for alias in child.names)
+        elif isinstance(child, ast.If) and _last_name(child.test) == "TYPE_CHECKING":
+            yield from _imported_names(ast.Module(child.orelse, []))
         else:
-            if isinstance(child, ast.Call) and _name(child.func) in LOADERS:
+            if isinstance(child, ast.Call) and _last_name(child.func) in LOADING_FUNCTIONS:
                 names = (argument.value for argument in child.args[:1] if isinstance(argument, ast.Constant))
                 yield from (name for name in names if isinstance(name, str))
-            yield from _imported(child)
+            yield from _imported_names(child)
 
 
-def _name(of: ast.expr) -> str:
-    return of.id if isinstance(of, ast.Name) else getattr(of, "attr", "")
+def _last_name(expression: ast.expr) -> str:
+    return expression.id if isinstance(expression, ast.Name) else getattr(expression, "attr", "")

@@ -14,6 +14,7 @@ from typing import Any
 
 from harness.base.console import counted
 from harness.base.foreign_file import NO_OTHER_FIELDS
+from harness.base.json_object import JsonObject
 from harness.core import hub_config
 from harness.core.anatomy import MOST_LOGITS, Anatomy, anatomy_of
 from harness.core.option import UNSAID, opt, unsaid_of
@@ -23,7 +24,7 @@ GIB = 2**30
 MOST = 10**9  # upper bound of every count, so that products of counts are finite as floats
 MOST_LAYERS = 2**20  # upper bound of num_layers, because a plan takes time for each layer
 # upper bound of a plan's bytes: above any product of counts, far below the largest float
-MOST_PLANNED = 1e100
+MOST_PLANNED_BYTES = 1e100
 # The memories of a plan, and the kinds of bytes that a plan counts in each memory.
 MEMORIES = ("device", "host", "disk")
 STATE_KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
@@ -167,11 +168,9 @@ class Workload:
         """The model's name and number of layers as text: `16 layers`, or `Qwen3-8B, 4 of 36 layers`."""
         if self.config is None:
             return counted(self.num_layers, "layer")
-        whole = hub_config.sizes_of(hub_config.parsed(self.config))["num_layers"]
-        layers = counted(whole, "layer")
-        return (
-            f"{self.model_name}, {layers if whole == self.num_layers else f'{self.num_layers} of {layers}'}"
-        )
+        whole_depth = hub_config.sizes_of(hub_config.parsed(self.config))["num_layers"]
+        layers = counted(whole_depth, "layer")
+        return f"{self.model_name}, {layers if whole_depth == self.num_layers else f'{self.num_layers} of {layers}'}"
 
     @property
     def model_name(self) -> str:
@@ -241,15 +240,19 @@ class Workload:
     def head_bytes(self) -> int:
         """Most bytes that a micro-batch's loss and its gradients take at one time: a block of logits in fp32, the
         block's gradient in the weights' dtype, and, after the first block, the gradient of the head's matrix."""
-        size, tokens = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len
+        weight_bytes, tokens = self.weight_bytes, self.batch_size // self.micro_batches * self.seq_len
         # tokens of the first block, which is the largest
-        first = min(tokens, max(1, MOST_LOGITS // self.vocab_size))
-        logits, later = first * self.vocab_size, min(first, tokens - first) * self.vocab_size
-        matrix = size * self.vocab_size * self.hidden_size
-        both = (4 if size == 4 else 4 + size) + size * self.anatomy.slopes
-        rounded = max(both * logits, both * later + matrix if later else 0)
-        kept = 3 * self.boundary_bytes + int(self.anatomy.head_boundaries * self.boundary_bytes)
-        return kept // self.micro_batches + max(rounded, size * logits + matrix)
+        block_tokens = min(tokens, max(1, MOST_LOGITS // self.vocab_size))
+        first_logits = block_tokens * self.vocab_size
+        later_logits = min(block_tokens, tokens - block_tokens) * self.vocab_size
+        matrix_bytes = weight_bytes * self.vocab_size * self.hidden_size
+        # bytes of a logit, of its gradient, and of the copies that the loss keeps
+        logit_bytes = (4 if weight_bytes == 4 else 4 + weight_bytes) + weight_bytes * self.anatomy.slopes
+        first_bytes = logit_bytes * first_logits
+        later_bytes = logit_bytes * later_logits + matrix_bytes if later_logits else 0
+        gradient_bytes = weight_bytes * first_logits + matrix_bytes
+        kept_bytes = 3 * self.boundary_bytes + int(self.anatomy.head_boundaries * self.boundary_bytes)
+        return kept_bytes // self.micro_batches + max(first_bytes, later_bytes, gradient_bytes)
 
     @property
     def layer_bytes(self) -> int:
@@ -263,9 +266,8 @@ class Workload:
     def whole_layer_bytes(self) -> int:
         """Most bytes that the recompute and backward pass of a layer without blocks of tokens take at one time: its
         activations, their gradients, and one matrix's gradient before it is added to the sum."""
-        anatomy = self.anatomy
-        inner = int(self.boundaries * self.boundary_bytes) // self.micro_batches
-        return inner + self.weight_bytes * math.prod(anatomy.layer_matrix)
+        activation_bytes = int(self.boundaries * self.boundary_bytes) // self.micro_batches
+        return activation_bytes + self.weight_bytes * math.prod(self.anatomy.layer_matrix)
 
     @property
     def boundaries(self) -> float:
@@ -277,6 +279,19 @@ class Workload:
         """Bytes of the arguments that the layers get beside their input: angles of rotary positions, and masks."""
         masks = self.batch_size // self.micro_batches * self.seq_len**2 * self.anatomy.pair_given_bytes
         return self.anatomy.given_bytes * self.seq_len + masks
+
+    @property
+    def num_attention_rows(self) -> int:
+        """Rows of one layer's attention scores: one for each sample, head and token; a row holds a score for each
+        token."""
+        return self.batch_size * self.num_heads * self.seq_len
+
+    @property
+    def dropout_bytes(self) -> int:
+        """Most bytes that a layer's backward pass takes for dropout on a CPU, where no fused kernel computes attention
+        with dropout. Rehearsals found at most 14 bytes for each pair of tokens and each head, plus three times the
+        bytes of the layer's input."""
+        return 14 * self.num_attention_rows * self.seq_len + 3 * self.boundary_bytes
 
     @property
     def working_bytes(self) -> int:
@@ -296,9 +311,9 @@ class Workload:
         warmup, decay = self.lr_warmup_steps, self.lr_decay_steps
         if step <= warmup:
             return self.learning_rate * step / warmup
-        floor = min(MIN_LEARNING_RATE, self.learning_rate)
-        done = min(1.0, (step - warmup) / (decay - warmup))
-        return floor + (self.learning_rate - floor) * (1 + math.cos(math.pi * done)) / 2
+        lowest_rate = min(MIN_LEARNING_RATE, self.learning_rate)
+        decay_share = min(1.0, (step - warmup) / (decay - warmup))
+        return lowest_rate + (self.learning_rate - lowest_rate) * (1 + math.cos(math.pi * decay_share)) / 2
 
     def at_depth(self, num_layers: int) -> Workload:
         return dataclasses.replace(self, num_layers=num_layers)
@@ -384,7 +399,7 @@ class Plan:
         if not isinstance(self.stages, dict):
             raise ValueError(f"expected a plan's stages as bytes by name, got {self.stages!r:.80}")
         moved = {"moved_bytes": self.moved_bytes}
-        sized: list[Mapping[str, float]] = [
+        byte_tables: list[Mapping[str, float]] = [
             self.device,
             self.host,
             self.disk,
@@ -392,11 +407,11 @@ class Plan:
             self.stages,
             moved,
         ]
-        for sizes in sized:
-            for kind, size in sizes.items():
-                if not isinstance(size, int | float) or not 0 <= size <= MOST_PLANNED:
-                    expected = f"expected a plan's bytes as numbers from 0 to {MOST_PLANNED:g}"
-                    raise ValueError(f"{expected}, got {size!s:.80} for {kind}")
+        for byte_table in byte_tables:
+            for kind, num_bytes in byte_table.items():
+                if not isinstance(num_bytes, int | float) or not 0 <= num_bytes <= MOST_PLANNED_BYTES:
+                    expected = f"expected a plan's bytes as numbers from 0 to {MOST_PLANNED_BYTES:g}"
+                    raise ValueError(f"{expected}, got {num_bytes!s:.80} for {kind}")
         seconds = 0 if self.step_seconds is None else self.step_seconds
         if not isinstance(seconds, int | float) or not seconds >= 0:
             raise ValueError(f"expected a plan's step_seconds of at least 0, got {seconds!r:.80}")
@@ -418,26 +433,28 @@ class Plan:
         bytes."""
         if room.device_bytes is not None:
             return self
-        devices, kinds = self.options.get("num_devices", 1), {**self.device, **self.host}
-        kinds = {kind: devices * self.device.get(kind, 0) + self.host.get(kind, 0) for kind in kinds}
-        return dataclasses.replace(self, device={}, host=kinds)
+        num_devices, host = self.options.get("num_devices", 1), dict[str, int]()
+        for kind in {**self.device, **self.host}:
+            host[kind] = num_devices * self.device.get(kind, 0) + self.host.get(kind, 0)
+        return dataclasses.replace(self, device={}, host=host)
 
     def lacks(self, room: Room) -> dict[str, int]:
         """Return the missing bytes of each memory that is too small; empty if the plan fits."""
         plan, missing = self.pooled(room), {}
         for memory in MEMORIES:
-            need, have = getattr(plan, f"{memory}_bytes"), getattr(room, f"{memory}_bytes")
-            if have is not None and need > have:
-                missing[memory] = need - have
+            needed_bytes, room_bytes = getattr(plan, f"{memory}_bytes"), getattr(room, f"{memory}_bytes")
+            if room_bytes is not None and needed_bytes > room_bytes:
+                missing[memory] = needed_bytes - room_bytes
         return missing
 
     def shortfall(self, room: Room) -> str | None:
         """Describe the first memory that is too small, and the plan's bytes there by kind; None if the plan fits."""
         for memory in self.lacks(room):
-            plan, have = self.pooled(room), getattr(room, f"{memory}_bytes")
-            parts = ", ".join(f"{kind} {gib(size)}" for kind, size in getattr(plan, memory).items() if size)
-            which = "memory" if memory == "host" and room.device_bytes is None else f"{memory} memory"
-            return f"needs {gib(getattr(plan, f'{memory}_bytes'))} of {which} ({parts}), there is {gib(have)}"
+            plan, room_bytes = self.pooled(room), getattr(room, f"{memory}_bytes")
+            kinds = ", ".join(f"{kind} {gib(size)}" for kind, size in getattr(plan, memory).items() if size)
+            memory_name = "memory" if memory == "host" and room.device_bytes is None else f"{memory} memory"
+            needed_bytes = getattr(plan, f"{memory}_bytes")
+            return f"needs {gib(needed_bytes)} of {memory_name} ({kinds}), there is {gib(room_bytes)}"
         return None
 
 
@@ -496,7 +513,7 @@ class Job:
         text = json.dumps([same.to_dict(), context], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         data = dataclasses.asdict(self)
         del data["budget"]["rates"]
         for name in ("trace", "save"):
@@ -508,7 +525,7 @@ class Job:
         return data
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Job:
+    def from_dict(data: JsonObject) -> Job:
         return Job(**{**data, "workload": Workload(**data["workload"]), "budget": Budget(**data["budget"])})
 
 

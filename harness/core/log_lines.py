@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core.job import Job
 
 DIALECTS = ("megatron", "deepspeed", "plain")  # forms of a log, by the engine whose published logs have them
-INTERVAL = 10  # steps between two metric lines of a log
+INTERVAL_STEPS = 10  # steps between two metric lines of a log
 # The dialect plain has the published metric lines, with these words replaced. The artifact's scripts look for the
 # published words, so they leave the reference's runs, which log in this dialect, out of their tables.
 PLAIN_WORDS = {
@@ -23,10 +23,10 @@ BUILD_LOG = "build_{}.txt"  # name of the file with the output of an engine's co
 
 
 def header_lines(job: Job) -> list[str]:
-    load = job.workload
+    workload = job.workload
     return [
-        f"method {job.method} with {job.options or 'no options'}, {job.steps} steps on {job.device}, {load}",
-        f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {load.num_params}",
+        f"method {job.method} with {job.options or 'no options'}, {job.steps} steps on {job.device}, {workload}",
+        f" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): {workload.num_params}",
     ]
 
 
@@ -37,13 +37,13 @@ def end_line(job: Job, status: str, phase: str, num_steps: int, reason: str) -> 
 
 
 def interval_steps(job: Job) -> int:
-    """Return the number of steps between two metric lines of the job's log: INTERVAL or, for a shorter run, all its
-    steps."""
-    return min(INTERVAL, job.steps)
+    """Return the number of steps between two metric lines of the job's log: INTERVAL_STEPS or, for a shorter run, all
+    its steps."""
+    return min(INTERVAL_STEPS, job.steps)
 
 
 def interval_lines(
-    job: Job, measured: dict[str, Any], peaks: dict[str, int], dialect: str = "megatron"
+    job: Job, measured: JsonObject, peaks: dict[str, int], dialect: str = "megatron"
 ) -> list[str]:
     """Return the published metric lines if the latest step ends an interval, and an empty list if not.
 
@@ -54,19 +54,19 @@ def interval_lines(
     step, interval = len(measured["losses"]), interval_steps(job)
     if step % interval:
         return []
-    load, seconds = job.workload, statistics.fmean(measured["step_seconds"][-interval:])
+    workload, seconds = job.workload, statistics.fmean(measured["step_seconds"][-interval:])
     is_deepspeed = dialect == "deepspeed"
     lines = [
         _iteration_line(job, measured, seconds, is_deepspeed),
-        f"Effective Tera Flops per GPU: {load.flops_per_step / job.world_size / seconds / 1e12:.2f}"
-        f" and total parameters {_billions(load.num_params)} B",
+        f"Effective Tera Flops per GPU: {workload.flops_per_step / job.world_size / seconds / 1e12:.2f}"
+        f" and total parameters {_billions(workload.num_params)} B",
     ]
     if is_deepspeed:
-        lines.append(_since_the_third_step(load.batch_size, measured["step_seconds"]))
+        lines.append(_since_the_third_step(workload.batch_size, measured["step_seconds"]))
     else:
         lines.append(
-            f"NumWorkers: {job.world_size}; SamplesPerStep: {load.batch_size}; IterationTime: {seconds};"
-            f"  SamplesPerSecond: {load.batch_size / seconds}"
+            f"NumWorkers: {job.world_size}; SamplesPerStep: {workload.batch_size}; IterationTime: {seconds};"
+            f"  SamplesPerSecond: {workload.batch_size / seconds}"
         )
     if peaks and step == interval:
         lines.append(_memory_line(step, peaks, is_deepspeed))
@@ -76,19 +76,19 @@ def interval_lines(
     return lines
 
 
-def _iteration_line(job: Job, measured: dict[str, Any], seconds: float, is_deepspeed: bool) -> str:
+def _iteration_line(job: Job, measured: JsonObject, seconds: float, is_deepspeed: bool) -> str:
     """Return the line with the interval's loss. `seconds`: of an average step of the interval."""
-    load, step, interval = job.workload, len(measured["losses"]), interval_steps(job)
+    workload, step, interval = job.workload, len(measured["losses"]), interval_steps(job)
     norm = f" grad norm: {measured['grad_norms'][-1]:.3f} |" if measured["grad_norms"] else ""
     scale = measured["loss_scales"][-1] if measured["loss_scales"] else 1.0
     num_skipped = sum(number > step - interval for number in measured["skipped_steps"])
     losses = [loss for loss in measured["losses"][-interval:] if math.isfinite(loss)]
     loss = f" lm loss: {statistics.fmean(losses):.6E} |" if losses else ""
     scaling = "" if is_deepspeed else f" loss scale: {scale:.1f} |{norm}"
-    batch = "" if is_deepspeed else f" global batch size: {load.batch_size:5d} |"
+    batch = "" if is_deepspeed else f" global batch size: {workload.batch_size:5d} |"
     return (
         f" iteration {step:8d}/{job.steps:8d} | elapsed time per iteration (ms): {seconds * 1000:.1f} |"
-        f" learning rate: {load.learning_rate_at(step):.3E} |{batch}"
+        f" learning rate: {workload.learning_rate_at(step):.3E} |{batch}"
         f"{loss}{scaling}"
         f" number of skipped iterations: {num_skipped:3d} | number of nan iterations: {interval - len(losses):3d} |"
     )
@@ -112,8 +112,8 @@ def _billions(num_params: int) -> str:
 
 def _since_the_third_step(batch_size: int, step_seconds: list[float]) -> str:
     """Return a line as DeepSpeed's timer prints it. The speed is the mean over all steps except the first two."""
-    counted = step_seconds[2:] or step_seconds
+    timed_seconds = step_seconds[2:] or step_seconds
     now = time.time()
     clock = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))},{int(now % 1 * 1000):03d}"
-    speed = batch_size * len(counted) / sum(counted)
+    speed = batch_size * len(timed_seconds) / sum(timed_seconds)
     return f"[{clock}] [INFO] [timer.py:181:stop] 0/{len(step_seconds)}, SamplesPerSec={speed}"

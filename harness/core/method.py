@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hints
 
 from harness.base.imported_file import errors_in_one_line, guard
+from harness.base.json_object import JsonObject
 from harness.base.registry import FileRegistry, did_you_mean
 from harness.core import identity
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, Workload
@@ -81,7 +82,7 @@ class Trained(NamedTuple):
 
     tensors: Iterable[TensorState]
     moved_bytes: int = 0  # bytes copied between device and host
-    schedule: dict[str, Any] = {}  # noqa: RUF012 if several models train: `num_models`, and the models' turns in order
+    schedule: JsonObject = {}  # noqa: RUF012 if several models train: `num_models`, and the models' turns in order
     others: Sequence[OtherModel] = ()
     peaks: dict[str, int] = {}  # noqa: RUF012 peak bytes by memory, the largest of all processes that the method starts
 
@@ -219,8 +220,8 @@ def broken(folders: tuple[Path, ...] = ()) -> dict[str, str]:
 
 
 def loadable(folders: tuple[Path, ...]) -> dict[str, type[Method]]:
-    unusable = broken(folders)
-    return {name: load(name, folders) for name in names(folders) if name not in unusable}
+    load_errors = broken(folders)
+    return {name: load(name, folders) for name in names(folders) if name not in load_errors}
 
 
 def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
@@ -248,37 +249,39 @@ def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -
             raise ValueError(f"{name} has no option {option!r}: it has {', '.join(allowed) or 'none'}")
     file = REGISTRY.files(folders)[name]
     with errors_in_one_line(file, "class"):
-        hints = get_type_hints(cls)
+        types_by_option = get_type_hints(cls)
     for option, value in options.items():
-        if not isinstance(value, hints[option]):
-            kind = getattr(hints[option], "__name__", hints[option])
-            read = "" if isinstance(value, str) else " (none, true, false and numbers are not read as text)"
-            raise ValueError(f"{name}'s option {option} takes {kind}, not {value!r}{read}")
+        if not isinstance(value, types_by_option[option]):
+            type_name = getattr(types_by_option[option], "__name__", types_by_option[option])
+            note = "" if isinstance(value, str) else " (none, true, false and numbers are not read as text)"
+            raise ValueError(f"{name}'s option {option} takes {type_name}, not {value!r}{note}")
     with errors_in_one_line(file, "__init__()", (Unavailable,)):
         return cls(**options)
 
 
-def check(trained: Method, workload: Workload, folders: tuple[Path, ...] = ()) -> None:
+def check(method: Method, workload: Workload, folders: tuple[Path, ...] = ()) -> None:
     """Raise ValueError if this method cannot train this workload. The text names methods that can."""
 
-    def able(ability: str) -> str:
+    def methods_with(ability: str) -> str:
         return ", ".join(name for name, cls in loadable(folders).items() if getattr(cls, ability))
 
-    if workload.config is not None and not trained.takes_config:
-        others = able("takes_config")
+    if workload.config is not None and not method.takes_config:
+        method_names = methods_with("takes_config")
         raise ValueError(
-            f"{trained.label} trains only the published GPT, not {workload.model}: try -m {others}"
+            f"{method.label} trains only the published GPT, not {workload.model}: try -m {method_names}"
         )
-    if workload.micro_batches > 1 and not trained.accumulates:
-        others = able("accumulates")
+    if workload.micro_batches > 1 and not method.accumulates:
+        method_names = methods_with("accumulates")
         raise ValueError(
-            f"{trained.label} does not sum gradients of micro-batches: try --micro-batches 1, or -m {others}"
+            f"{method.label} does not sum gradients of micro-batches: try --micro-batches 1, or -m {method_names}"
         )
-    if workload.clip_norm and not trained.clips:
-        raise ValueError(f"{trained.label} does not clip gradients: try --clip 0, or -m {able('clips')}")
-    if workload.dtype == "fp16" and not trained.scales_loss:
+    if workload.clip_norm and not method.clips:
         raise ValueError(
-            f"{trained.label} has no loss scale for fp16: try --dtype bf16, or -m {able('scales_loss')}"
+            f"{method.label} does not clip gradients: try --clip 0, or -m {methods_with('clips')}"
+        )
+    if workload.dtype == "fp16" and not method.scales_loss:
+        raise ValueError(
+            f"{method.label} has no loss scale for fp16: try --dtype bf16, or -m {methods_with('scales_loss')}"
         )
 
 
@@ -303,7 +306,7 @@ def flags(folders: tuple[Path, ...] = ()) -> dict[str, Option]:
 
 
 def option_names(cls: type[Method]) -> list[str]:
-    return [item.name for item in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    return [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
 
 
 def having(option: str, folders: tuple[Path, ...] = ()) -> list[str]:
@@ -313,23 +316,24 @@ def having(option: str, folders: tuple[Path, ...] = ()) -> list[str]:
 
 def reference(folders: tuple[Path, ...] = ()) -> str:
     """Return the name of the reference method. Raises ValueError unless exactly one method has is_reference = True."""
-    marked = [name for name, cls in loadable(folders).items() if cls.is_reference]
-    if len(marked) != 1:
+    references = [name for name, cls in loadable(folders).items() if cls.is_reference]
+    if len(references) != 1:
         raise ValueError(
-            f"expected one method with is_reference = True, got {len(marked)}: {', '.join(marked)}"
+            f"expected one method with is_reference = True, got {len(references)}: {', '.join(references)}"
         )
-    return marked[0]
+    return references[0]
 
 
 def largest_depth(fits: Callable[[int], bool]) -> int:
     """Return the largest number of layers that fits, found by doubling and bisection; 0 if one layer does not fit.
     Assumes that if a model fits, every model with fewer layers fits, too."""
-    high = 1
-    while fits(high):
-        if high == MOST_LAYERS:
-            return high
-        high *= 2
-    return high // 2 + bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda depth: not fits(depth))
+    depth_bound = 1
+    while fits(depth_bound):
+        if depth_bound == MOST_LAYERS:
+            return depth_bound
+        depth_bound *= 2
+    depths = range(depth_bound // 2 + 1, depth_bound)
+    return depth_bound // 2 + bisect.bisect_left(depths, True, key=lambda depth: not fits(depth))
 
 
 def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
@@ -337,9 +341,9 @@ def source_hash(name: str, folders: tuple[Path, ...] = ()) -> str:
     return identity.source_hash(REGISTRY.files(folders)[name])
 
 
-def listed(name: str, folders: tuple[Path, ...] = ()) -> identity.Listed:
+def code_identity(name: str, folders: tuple[Path, ...] = ()) -> identity.CodeIdentity:
     """Return the files and folders that source_hash() covers."""
-    return identity.Listed.of(REGISTRY.files(folders)[name])
+    return identity.CodeIdentity.of(REGISTRY.files(folders)[name])
 
 
 def workloads_of(job: Job) -> list[Workload]:
@@ -352,8 +356,8 @@ def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[W
     `num_batch_sizes` sizes and NUM_RATES rates, each half of the one before; after the last rate the rates repeat."""
     workloads = []
     for number in range(num_models):
-        rate, size = divmod(number, num_batch_sizes)
-        learning_rate = workload.learning_rate / 2 ** (rate % NUM_RATES)
-        batch_size = workload.batch_size >> size
+        rate_index, size_index = divmod(number, num_batch_sizes)
+        learning_rate = workload.learning_rate / 2 ** (rate_index % NUM_RATES)
+        batch_size = workload.batch_size >> size_index
         workloads.append(dataclasses.replace(workload, learning_rate=learning_rate, batch_size=batch_size))
     return workloads

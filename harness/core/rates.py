@@ -13,9 +13,9 @@ from typing import Any
 
 from harness.base.registry import did_you_mean
 
-# Each row: a fact of machines.yaml, the field of Rates that the fact sets, and the factor from the fact's unit to the
+# Each entry: a fact of machines.yaml, the field of Rates that the fact sets, and the factor from the fact's unit to the
 # field's unit.
-FACTS = (
+RATE_FACTS = (
     ("gpu_tflops", "device_flops_per_second", 1e12),
     ("forward_share", "forward_share", 1),
     ("device_memory_gb_per_second", "device_bytes_per_second", 1e9),
@@ -30,10 +30,10 @@ FACTS = (
     ("disk_duplex_share", "disk_duplex_share", 1),
 )
 # facts for people; they set no rate
-TOLD = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")
+OTHER_FACTS = ("gpu", "cpu", "cores", "precision", "pageable_link_gb_per_second")
 # allowed ranges of rates and of shares, which keep plans' numbers finite
-LIMITS, SHARES = (1.0, 1e30), (1e-6, 1e6)
-NEEDED = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
+RATE_RANGE, SHARE_RANGE = (1.0, 1e30), (1e-6, 1e6)
+NEEDED_FACTS = ("gpu_tflops", "link_gb_per_second", "host_adam_gparams_per_second")
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,15 @@ class Rates:
     is_host: bool = False  # True: the device computes on the host's cores, so updates and compute take turns
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name == "is_host" or value is None or (item.default == value == math.inf):
+        for rate_field in fields(self):
+            value = getattr(self, rate_field.name)
+            if rate_field.name == "is_host" or value is None or (rate_field.default == value == math.inf):
                 continue
-            least, most = LIMITS if item.name.endswith("per_second") else SHARES
+            least, most = RATE_RANGE if rate_field.name.endswith("per_second") else SHARE_RANGE
             if not least <= value <= most:
-                raise ValueError(f"a machine's {item.name}: expected {least:g} to {most:g}, got {value:g}")
+                raise ValueError(
+                    f"a machine's {rate_field.name}: expected {least:g} to {most:g}, got {value:g}"
+                )
         if not (self.forward_share < 1 and max(self.duplex_share, self.disk_duplex_share) <= 1):
             raise ValueError(
                 "expected forward_share below 1, duplex_share and disk_duplex_share at most 1, got more"
@@ -86,23 +88,23 @@ class Rates:
         return self.disk_duplex_share * (self.disk_read_bytes_per_second + self.disk_write_bytes_per_second)
 
 
-def of_facts(facts: dict[str, Any]) -> Rates | None:
-    """Return the rates that a machine's facts give; None if a fact of NEEDED is missing or a fact of FACTS is not a
-    number. Raises ValueError for an impossible rate and for an unknown fact, which may be misspelt. Without the fact
-    exchange_gb_per_second, devices exchange at the rate of the link to the host."""
-    known = (*dict.fromkeys(fact for fact, *_ in FACTS), *TOLD)
+def rates_from_facts(facts: dict[str, Any]) -> Rates | None:
+    """Return the rates that a machine's facts give; None if a fact of NEEDED_FACTS is missing or a fact of RATE_FACTS
+    is not a number. Raises ValueError for an impossible rate and for an unknown fact, which may be misspelt. Without
+    the fact exchange_gb_per_second, devices exchange at the rate of the link to the host."""
+    known_facts = (*dict.fromkeys(fact for fact, *_ in RATE_FACTS), *OTHER_FACTS)
     for name in facts:
-        if name not in known:
+        if name not in known_facts:
             raise ValueError(
-                f"unknown fact {name!r}: {did_you_mean(name, known)}choose one of {', '.join(known)}"
+                f"unknown fact {name!r}: {did_you_mean(name, known_facts)}choose one of {', '.join(known_facts)}"
             )
     try:
         rates: dict[str, Any] = {
-            rate: float(facts[fact]) * factor for fact, rate, factor in FACTS if fact in facts
+            rate: float(facts[fact]) * factor for fact, rate, factor in RATE_FACTS if fact in facts
         }
     except (TypeError, ValueError):
         return None
-    if any(name not in facts for name in NEEDED):
+    if any(name not in facts for name in NEEDED_FACTS):
         return None
     return Rates(**{"exchange_bytes_per_second": rates["outbound_bytes_per_second"], **rates})
 
@@ -111,7 +113,7 @@ def facts_of(rates: Rates) -> dict[str, float]:
     """Return the facts of machines.yaml that set these rates; infinite rates have no fact. The fact link_gb_per_second
     is the rate of the link's slower direction."""
     facts: dict[str, float] = {}
-    for fact, rate, factor in FACTS:
+    for fact, rate, factor in RATE_FACTS:
         value = getattr(rates, rate) / factor
         if value < math.inf:
             facts[fact] = min(float(f"{value:.4g}"), facts.get(fact, math.inf))

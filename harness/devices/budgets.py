@@ -49,16 +49,16 @@ def lift(job: Job) -> dict[str, int]:
     """End the limits after training. Return the bytes at this moment, as far as the system tells them: host_bytes (in
     use), host_limit_bytes (the host's budget, if RLIMIT_DATA enforced the budget), and the GPU's device_free_bytes and
     device_total_bytes."""
-    limit, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard_limit, hard_limit))
     if job.device == "sim" and sim.started:
         sim.started.lift()  # ends the budgets, keeps the peaks
     sizes, in_use = process_bytes(), {}
     if "VmData" in sizes and "RssAnon" in sizes and job.device != "sim":  # gVisor's kernel tells only VmData
         in_use["host_bytes"] = sizes["RssAnon"]
-        if limit != most and job.budget.host_bytes:
+        if soft_limit != hard_limit and job.budget.host_bytes:
             # Count as RLIMIT_DATA does, which also counts mapped memory that was never touched.
-            in_use["host_bytes"] = job.budget.host_bytes - (limit - sizes["VmData"])
+            in_use["host_bytes"] = job.budget.host_bytes - (soft_limit - sizes["VmData"])
             in_use["host_limit_bytes"] = job.budget.host_bytes
     torch: Any = sys.modules.get("torch")
     if job.device == "cuda" and torch is not None:
@@ -69,15 +69,15 @@ def lift(job: Job) -> dict[str, int]:
     return in_use
 
 
-def check_taken(job: Job, before: dict[str, int]) -> None:
+def check_taken(job: Job, bytes_before: dict[str, int]) -> None:
     """Raise MemoryError if this process takes more memory after training than the limit of wall_bytes(). The check is
     needed because RLIMIT_DATA does not count shared memory, which includes CUDA's page-locked memory.
 
-    `before`: process_bytes() after the imports. Its shared memory is subtracted, because this memory may be imported
-    files on a tmpfs.
+    `bytes_before`: process_bytes() after the imports. Its shared memory is subtracted, because this memory may be
+    imported files on a tmpfs.
     """
     sizes, limit = process_bytes(), wall_bytes(job)
-    shared_bytes = max(0, sizes.get("RssShmem", 0) - before.get("RssShmem", 0))
+    shared_bytes = max(0, sizes.get("RssShmem", 0) - bytes_before.get("RssShmem", 0))
     taken_bytes = sizes.get("RssAnon", 0) + shared_bytes
     if limit is not None and taken_bytes > limit:
         raise MemoryError(
@@ -90,8 +90,8 @@ def wall_bytes(job: Job) -> int | None:
     """Return the limit of the worker's memory group in bytes; None if the job has no host budget or runs on sim."""
     if job.budget.host_bytes is None or job.device not in ("cpu", "cuda"):
         return None
-    agent = AGENT_BYTES if job.world_size > 1 else 0
-    return int(job.budget.host_bytes * (1 + WALL_SHARE)) + WALL_BYTES + agent
+    agent_bytes = AGENT_BYTES if job.world_size > 1 else 0
+    return int(job.budget.host_bytes * (1 + WALL_SHARE)) + WALL_BYTES + agent_bytes
 
 
 def _limit_data(job: Job) -> str:
@@ -106,17 +106,17 @@ def _limit_data(job: Job) -> str:
         limit = sizes["VmData"] + max(0, budget - sizes["RssAnon"])
         if job.device == "sim":
             limit = sizes["VmData"] + 2 * (budget + (job.budget.device_bytes or 0)) + 1024 * MIB
-        most = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+        hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        limit = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
     except (KeyError, ValueError, OSError) as error:
         return f"planned, not enforced here ({error})"
     if job.device == "sim":
         return f"the device's own account; RLIMIT_DATA at {limit} bytes behind it"
-    mapped = sizes["VmData"] - sizes["RssAnon"]
+    mapped_bytes = sizes["VmData"] - sizes["RssAnon"]
     return (
-        f"RLIMIT_DATA at {limit} bytes: the budget, and {mapped} that are mapped only; what page-locked and shared"
-        " memory adds is compared with the budget after training"
+        f"RLIMIT_DATA at {limit} bytes: the budget, and {mapped_bytes} that are mapped only; what page-locked and"
+        " shared memory adds is compared with the budget after training"
     )
 
 
@@ -139,19 +139,20 @@ def _cap_device(budget_bytes: int | None, num_ranks: int = 1) -> dict[str, str]:
     """
     import torch
 
-    before = machine.gpu_free_bytes()
+    free_bytes_before = machine.gpu_free_bytes()
     square = torch.ones(16, 16, device="cuda")
     square @ square
-    planned, context = cuda_budget.context_bytes(num_ranks), context_since(before)
+    planned_bytes, measured_bytes = cuda_budget.context_bytes(num_ranks), context_since(free_bytes_before)
+    measured_text = "not" if measured_bytes is None else str(measured_bytes)
     limits = {
         "device_allocator": machine.allocator_settings() or "default settings",
-        "device_context": f"{planned} bytes planned, {'not' if context is None else context} measured",
+        "device_context": f"{planned_bytes} bytes planned, {measured_text} measured",
     }
     if budget_bytes is not None:
-        cap = cap_allocator(budget_bytes, planned)
-        fills = cuda_budget.tensor_bytes(budget_bytes, planned)
+        cap_bytes = cap_allocator(budget_bytes, planned_bytes)
+        tensor_bytes = cuda_budget.tensor_bytes(budget_bytes, planned_bytes)
         limits["device"] = (
-            f"cap of the caching allocator at {cap} bytes: the budget less the context; plans fill {fills}"
+            f"cap of the caching allocator at {cap_bytes} bytes: the budget less the context; plans fill {tensor_bytes}"
         )
     return limits
 
@@ -161,10 +162,10 @@ def cap_allocator(budget_bytes: int, context_bytes: int, index: int | None = Non
     `index`: the GPU's number; None: the current GPU."""
     import torch
 
-    cap = cuda_budget.allocator_bytes(budget_bytes, context_bytes)
-    _, total = torch.cuda.mem_get_info(index)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), index)
-    return cap
+    cap_bytes = cuda_budget.allocator_bytes(budget_bytes, context_bytes)
+    _, total_bytes = torch.cuda.mem_get_info(index)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total_bytes), index)
+    return cap_bytes
 
 
 @contextlib.contextmanager
@@ -178,12 +179,12 @@ def capped(device: Any, budget_bytes: int | None) -> Iterator[None]:
         yield
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    before = torch.cuda.get_per_process_memory_fraction(index)
+    fraction_before = torch.cuda.get_per_process_memory_fraction(index)
     cap_allocator(budget_bytes, cuda_budget.context_bytes(), index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, index)
+        torch.cuda.set_per_process_memory_fraction(fraction_before, index)
 
 
 def context_since(free_bytes: int | None) -> int | None:
@@ -193,10 +194,10 @@ def context_since(free_bytes: int | None) -> int | None:
     import torch
 
     torch.cuda.synchronize()
-    now = machine.gpu_free_bytes()
-    if free_bytes is None or now is None:
+    free_bytes_now = machine.gpu_free_bytes()
+    if free_bytes is None or free_bytes_now is None:
         return None
-    return max(0, free_bytes - now - torch.cuda.memory_reserved())
+    return max(0, free_bytes - free_bytes_now - torch.cuda.memory_reserved())
 
 
 def device_peaks(device: str) -> dict[str, int]:
@@ -226,5 +227,7 @@ def limit_of_the_call() -> str:
     """Name the limits that the caller's shell sets on the memory of its processes, such as `ulimit -v`; empty if the
     shell sets no limit. If a run is out of memory under such a limit, the result holds for this call alone."""
     limits = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
-    limited = (word for word, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY)
-    return ", ".join(limited)
+    limit_names = (
+        name for name, kind in limits.items() if resource.getrlimit(kind)[0] != resource.RLIM_INFINITY
+    )
+    return ", ".join(limit_names)

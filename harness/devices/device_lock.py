@@ -49,23 +49,23 @@ class HeldDevice:
 
     def is_shared(self) -> bool:
         """True if another run has been on the device since this run entered it."""
-        return self.began_shared or _read(self.path)["entered"] != self.number
+        return self.began_shared or _read_list(self.path)["entered"] != self.number
 
 
 @dataclass
 class Turn:
     """The devices whose locks one run holds."""
 
-    held: list[HeldDevice]
+    devices: list[HeldDevice]
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors of the locks, which the run's worker inherits."""
-        return tuple(device.descriptor for device in self.held)
+        return tuple(device.descriptor for device in self.devices)
 
     def is_shared(self) -> bool:
         """True if, since this run entered its devices, another run has been on one of them."""
-        return any(device.is_shared() for device in self.held)
+        return any(device.is_shared() for device in self.devices)
 
 
 def folder() -> Path:
@@ -87,12 +87,8 @@ def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: floa
     calls wait for each other.
     """
     with contextlib.ExitStack() as stack:
-        yield Turn(
-            [
-                stack.enter_context(_held(path, job, report, is_timed, foreseen_seconds))
-                for path in _paths(job)
-            ]
-        )
+        holds = [_held(path, job, report, is_timed, foreseen_seconds) for path in _paths(job)]
+        yield Turn([stack.enter_context(hold) for hold in holds])
 
 
 @contextlib.contextmanager
@@ -100,55 +96,58 @@ def _held(
     path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds: float
 ) -> Iterator[HeldDevice]:
     """Hold the lock of the device whose `.lock` is `path`, within this context; see turn()."""
-    handle = _open(path)
-    shares = not is_timed and job.device != "cuda" and _can_write(_list(path))
+    descriptor = _open_file(path)
+    is_sharing = not is_timed and job.device != "cuda" and _can_write(_list_file(path))
     job_text = f"{job.method}, {counted(job.workload.num_layers, 'layer')}"
-    device = HeldDevice(path, handle)
+    device = HeldDevice(path, descriptor)
     try:
         with _queued(path, job, report):
-            if not _takes(handle, fcntl.LOCK_EX):
-                device.began_shared = shares and _takes(handle, fcntl.LOCK_SH)
+            if not _try_lock(descriptor, fcntl.LOCK_EX):
+                device.began_shared = is_sharing and _try_lock(descriptor, fcntl.LOCK_SH)
                 if not device.began_shared:
-                    _tell(path, job, report)
-                    fcntl.flock(handle, fcntl.LOCK_EX)
-            with _changed(path) as listed:
-                device.number = listed["entered"] = listed["entered"] + 1
-                before = listed["holders"] if device.began_shared else []  # alone: those listed have died
-                listed["holders"] = [*before, _sign(device.number, job_text, foreseen_seconds)]
-            if shares:
+                    _report_wait(path, job, report)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+            with _edited_list(path) as content:
+                device.number = content["entered"] = content["entered"] + 1
+                # if this run is alone, those in the list have died
+                holders_before = content["holders"] if device.began_shared else []
+                entry = _holder_entry(device.number, job_text, foreseen_seconds)
+                content["holders"] = [*holders_before, entry]
+            if is_sharing:
                 # Downgrade the exclusive lock to a shared one. This run holds the queue, so no other run can take the
                 # lock in between.
-                fcntl.flock(handle, fcntl.LOCK_SH)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield device
     finally:
-        with _changed(path) as listed:
-            listed["holders"] = [holder for holder in listed["holders"] if holder["number"] != device.number]
-        fcntl.flock(handle, fcntl.LOCK_UN)  # also unlocks the file in processes that inherited the lock
-        os.close(handle)
+        with _edited_list(path) as content:
+            others = [entry for entry in content["holders"] if entry["number"] != device.number]
+            content["holders"] = others
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also unlocks the file in processes that inherited the lock
+        os.close(descriptor)
 
 
 def wait_seconds(job: Job) -> float:
     """Return the seconds until the job's devices are free, by the estimates of the runs that hold the devices; 0 if the
     devices are free or no estimate is known."""
-    return max((_left(sign) for path in _paths(job) for sign in _holders(path)), default=0.0)
+    return max((_seconds_left(entry) for path in _paths(job) for entry in _holders(path)), default=0.0)
 
 
-def _left(sign: JsonObject) -> float:
-    return max(0.0, sign["since"] + sign["foreseen_seconds"] - time.time())
+def _seconds_left(entry: JsonObject) -> float:
+    return max(0.0, entry["since"] + entry["foreseen_seconds"] - time.time())
 
 
-def holder(path: Path) -> str:
+def holders_text(path: Path) -> str:
     """Describe, for people, the processes that hold the lock `path`, with their jobs and the time that is left."""
     lines = []
-    for sign in _holders(path):
-        since = time.strftime("%H:%M:%S", time.localtime(sign["since"]))
-        left = f", about {_left(sign):.0f} s more" if _left(sign) >= 1 else ""
-        lines.append(f"process {sign['pid']} has it for {sign['job']} since {since}{left}")
+    for entry in _holders(path):
+        since = time.strftime("%H:%M:%S", time.localtime(entry["since"]))
+        time_left = f", about {_seconds_left(entry):.0f} s more" if _seconds_left(entry) >= 1 else ""
+        lines.append(f"process {entry['pid']} has it for {entry['job']} since {since}{time_left}")
     return "; ".join(lines) or f"another process has it (fuser {path} names it)"
 
 
 def _holders(path: Path) -> list[JsonObject]:
-    return [sign for sign in _read(path)["holders"] if psutil.pid_exists(sign["pid"])]
+    return [entry for entry in _read_list(path)["holders"] if psutil.pid_exists(entry["pid"])]
 
 
 def _paths(job: Job) -> list[Path]:
@@ -161,32 +160,32 @@ def _paths(job: Job) -> list[Path]:
 def _queued(path: Path, job: Job | None = None, report: Report | None = None) -> Iterator[None]:
     """Hold the device's queue within this context. Only the process that holds the queue may wait for the device's lock
     or add itself to the list of holders."""
-    handle = _open(path.with_suffix(".queue"))
+    descriptor = _open_file(path.with_suffix(".queue"))
     try:
-        if not _takes(handle, fcntl.LOCK_EX):
+        if not _try_lock(descriptor, fcntl.LOCK_EX):
             if job and report:
-                _tell(path, job, report)
-            fcntl.flock(handle, fcntl.LOCK_EX)
+                _report_wait(path, job, report)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
-def _tell(path: Path, job: Job, report: Report) -> None:
-    report({"event": "wait", "text": f"waiting for the {job.device} device: {holder(path)}"})
+def _report_wait(path: Path, job: Job, report: Report) -> None:
+    report({"event": "wait", "text": f"waiting for the {job.device} device: {holders_text(path)}"})
 
 
-def _takes(handle: int, kind: int) -> bool:
+def _try_lock(descriptor: int, kind: int) -> bool:
     """Try to take the lock without waiting; return True if it was taken. `kind`: LOCK_EX (exclusive) or LOCK_SH
     (shared)."""
     try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _sign(number: int, job_text: str, foreseen_seconds: float) -> JsonObject:
+def _holder_entry(number: int, job_text: str, foreseen_seconds: float) -> JsonObject:
     return {
         "number": number,
         "pid": os.getpid(),
@@ -196,52 +195,53 @@ def _sign(number: int, job_text: str, foreseen_seconds: float) -> JsonObject:
     }
 
 
-def _list(path: Path) -> Path:
+def _list_file(path: Path) -> Path:
     return path.with_suffix(".holders")
 
 
 @contextlib.contextmanager
-def _changed(path: Path) -> Iterator[JsonObject]:
+def _edited_list(path: Path) -> Iterator[JsonObject]:
     """Yield the contents of the device's list of holders; after the context write the changed contents back. A list
     that another user owns stays as it is."""
-    handle = _open(_list(path))
+    descriptor = _open_file(_list_file(path))
     try:
         # the wait is short: every process holds this lock only for a moment
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        listed = _read(path)
-        yield listed
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        content = _read_list(path)
+        yield content
         with contextlib.suppress(OSError):
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps(listed).encode(), 0)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(content).encode(), 0)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
-def _read(path: Path) -> JsonObject:
+def _read_list(path: Path) -> JsonObject:
     """Return the contents of the device's list of holders. Anyone may have written the list's file; if the file does
     not have the form of such a list, return an empty list."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        listed = read_json(_list(path))
-        if all(map(_is_sign, listed["holders"])) and len(listed["holders"]) <= MOST_HOLDERS:
-            return {"holders": list(listed["holders"]), "entered": int(listed["entered"])}
+        content = read_json(_list_file(path))
+        if all(map(_is_holder_entry, content["holders"])) and len(content["holders"]) <= MOST_HOLDERS:
+            return {"holders": list(content["holders"]), "entered": int(content["entered"])}
     return {"holders": [], "entered": 0}
 
 
-def _is_sign(sign: Any) -> bool:
-    """True if this entry of a list of holders has the form that _sign() makes, with possible numbers and times."""
-    is_whole = isinstance(sign["number"], int) and isinstance(sign["pid"], int)
-    is_named = isinstance(sign["job"], str) and len(sign["job"]) <= MOST_CHARACTERS
-    times = 0 <= sign["since"] < LATEST and 0 <= sign["foreseen_seconds"] < LATEST
-    return is_whole and 0 < sign["pid"] < 2**31 and is_named and times
+def _is_holder_entry(entry: Any) -> bool:
+    """True if this entry of a list of holders has the form that _holder_entry() makes, with possible numbers and
+    times."""
+    is_whole = isinstance(entry["number"], int) and isinstance(entry["pid"], int)
+    is_named = isinstance(entry["job"], str) and len(entry["job"]) <= MOST_CHARACTERS
+    is_possible_time = 0 <= entry["since"] < LATEST and 0 <= entry["foreseen_seconds"] < LATEST
+    return is_whole and 0 < entry["pid"] < 2**31 and is_named and is_possible_time
 
 
 def _can_write(path: Path) -> bool:
-    handle = _open(path)
-    os.close(handle)
+    descriptor = _open_file(path)
+    os.close(descriptor)
     return os.access(path, os.W_OK)
 
 
-def _open(path: Path) -> int:
+def _open_file(path: Path) -> int:
     """Open the file, or create it, and return its descriptor. A file that belongs to another user may be opened for
     reading only, which is enough to lock it.
 
@@ -252,26 +252,26 @@ def _open(path: Path) -> int:
     try:
         for access in (os.O_RDWR, os.O_RDONLY):
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                return _checked(os.open(path, access | flags), path)
-        handle = _checked(os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), path)
+                return _check_regular(os.open(path, access | flags), path)
+        descriptor = _check_regular(os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666), path)
     except OSError as error:
         raise _no_lock(path, error.strerror or "an error") from error
     with contextlib.suppress(PermissionError):
-        os.fchmod(handle, 0o666)
-    return handle
+        os.fchmod(descriptor, 0o666)
+    return descriptor
 
 
-def _checked(handle: int, path: Path) -> int:
+def _check_regular(descriptor: int, path: Path) -> int:
     """Return the descriptor of a regular file that has no second name; close any other, and raise ValueError."""
-    status = os.fstat(handle)
+    status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
-        return handle
-    os.close(handle)
+        return descriptor
+    os.close(descriptor)
     kind = "another kind" if not stat.S_ISREG(status.st_mode) else f"one with {status.st_nlink} names"
     raise _no_lock(path, f"{kind}, of user {status.st_uid}")
 
 
-def _no_lock(path: Path, got: str) -> ValueError:
+def _no_lock(path: Path, actual: str) -> ValueError:
     return ValueError(
-        f"{path}: expected a regular file for a lock, got {got}; remove it, or set HARNESS_LOCKS=FOLDER"
+        f"{path}: expected a regular file for a lock, got {actual}; remove it, or set HARNESS_LOCKS=FOLDER"
     )

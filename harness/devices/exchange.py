@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.core.refusals import Unavailable
 
-Read = TypeVar("Read")
+T = TypeVar("T")
 # torch 2.13 has renamed these two functions.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,11 +50,11 @@ class Ranks:
             self.rank, self.copiers = dist.get_rank(), dist.new_group()
             # In the first collective of a group, NCCL makes the group's communicator and CUDA loads the kernels, which
             # waits for the device. So the first collective of each kind is here, in the same order on all ranks.
-            parts = torch.zeros(num_ranks, device=device)
+            slab = torch.zeros(num_ranks, device=device)
             for group in (None, self.copiers):
-                dist.all_reduce(parts, group=group)
-            self.gather(parts)
-            self.sum_part(parts)
+                dist.all_reduce(slab, group=group)
+            self.gather(slab)
+            self.sum_part(slab)
 
     def part(self, whole: Tensor) -> Tensor:
         """Return a view of this rank's part of a slab or of a batch. The parts of all ranks are equally large."""
@@ -78,7 +78,7 @@ class Ranks:
             dist.all_reduce(tensor)
 
     def norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of the tensors of all ranks together. `own`: the norm of this rank's tensors."""
+        """Return the norm of the tensors of all ranks together. `norm`: the norm of this rank's tensors."""
         return norm_over_ranks(norm) if self.is_joined else norm
 
     def gathered(self, part: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Ranks:
         all_gather(slab, part)
         return slab
 
-    def until_read(self, tensors: Iterable[Read]) -> Iterator[Read]:
+    def until_read(self, tensors: Iterable[T]) -> Iterator[T]:
         """Yield these tensors; making them may need an exchange with other ranks. Leave torch.distributed after the
         last tensor."""
         yield from tensors
@@ -102,10 +102,10 @@ class Ranks:
 
 
 def norm_over_ranks(norm: Tensor) -> Tensor:
-    """Return the norm of the tensors of all ranks together. `own`: the norm of this rank's tensors."""
-    square = norm.square()
-    dist.all_reduce(square)
-    return square.sqrt_()
+    """Return the norm of the tensors of all ranks together. `norm`: the norm of this rank's tensors."""
+    squared_norm = norm.square()
+    dist.all_reduce(squared_norm)
+    return squared_norm.sqrt_()
 
 
 def join_alone(device: str) -> None:

@@ -20,6 +20,7 @@ import psutil
 from harness.base import cgroup
 from harness.base.checkout import ROOT
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.base.whole_file import write_whole
 from harness.core import cpu_cores
 from harness.core.job import Job, Workload
@@ -47,7 +48,7 @@ PACKAGES = ("torch", "numpy", "deepspeed", "megatron-core")
 
 
 @functools.cache
-def facts() -> dict[str, Any]:
+def facts() -> JsonObject:
     """Return the machine's facts by name: its CPU, the cores and the memory that this process may use, its operating
     system, and its first GPU and driver."""
     return {
@@ -82,7 +83,7 @@ def kernel_environment() -> dict[str, str]:
 
 
 @functools.cache
-def software() -> dict[str, Any]:
+def software() -> JsonObject:
     """Return the versions of Python and of PACKAGES (None: not installed), and this checkout's commit. A + after the
     commit says that files differ from it; None says that git does not tell the commit."""
     versions = {name: _version(name) for name in PACKAGES}
@@ -111,7 +112,7 @@ def host_bytes() -> int:
 
 
 @functools.cache
-def gpu() -> dict[str, Any]:
+def gpu() -> JsonObject:
     """Return the name, memory in bytes, UUID and driver version of the first GPU that this process may use; empty if
     there is no GPU."""
     import pynvml
@@ -168,13 +169,13 @@ def gpu_free_bytes() -> int | None:
     return None
 
 
-def surroundings(device: str, number: int = 1) -> dict[str, Any]:
+def surroundings(device: str, num_gpus: int = 1) -> JsonObject:
     """Return what runs on the machine beside this job when the job begins: the load average and, if `device` is cuda,
-    the other processes on the first `number` visible GPUs, each with its device bytes and its GPU."""
+    the other processes on the first `num_gpus` visible GPUs, each with its device bytes and its GPU."""
     import pynvml
 
-    beside: dict[str, Any] = {"load_average": round(psutil.getloadavg()[0], 2)}
-    for name in visible_gpus()[:number] if device == "cuda" else ():
+    beside: JsonObject = {"load_average": round(psutil.getloadavg()[0], 2)}
+    for name in visible_gpus()[:num_gpus] if device == "cuda" else ():
         with contextlib.suppress(pynvml.NVMLError):
             others = pynvml.nvmlDeviceGetComputeRunningProcesses(_gpu_handle(name))
             beside.setdefault("foreign_processes", []).extend(
@@ -294,12 +295,12 @@ def caution(device: str, workload: Workload) -> str:
     )
 
 
-def was_busy(entry: dict[str, Any]) -> bool:
+def was_busy(entry: JsonObject) -> bool:
     """True if other work ran during this calibration: if its load average is above the number of cores."""
     return (entry.get("load_average") or 0) > facts()["cores"]
 
 
-def _calibration(device: str, workload: Workload) -> dict[str, Any] | None:
+def _calibration(device: str, workload: Workload) -> JsonObject | None:
     kind = "cuda" if device == "cuda" else "cpu"
     entries = [
         entry for entry in calibrations() if (entry["device"], entry["dtype"]) == (kind, workload.dtype)
@@ -309,7 +310,7 @@ def _calibration(device: str, workload: Workload) -> dict[str, Any] | None:
     )
 
 
-def calibrations() -> list[dict[str, Any]]:
+def calibrations() -> list[JsonObject]:
     """Return the entries of CALIBRATION that have all rates; an empty list if the file is missing or was written on a
     machine with other facts."""
     try:
@@ -321,7 +322,7 @@ def calibrations() -> list[dict[str, Any]]:
         return []
 
 
-def keep_calibration(entry: dict[str, Any]) -> None:
+def keep_calibration(entry: JsonObject) -> None:
     """Add an entry to CALIBRATION. An older entry of the same device, dtype and size is replaced."""
     names = ("device", "dtype", "forward_flops")
     others = [old for old in calibrations() if any(old[name] != entry[name] for name in names)]
@@ -330,7 +331,7 @@ def keep_calibration(entry: dict[str, Any]) -> None:
     write_whole(CALIBRATION, text)
 
 
-def _calibrated_facts() -> dict[str, Any]:
+def _calibrated_facts() -> JsonObject:
     return {name: facts().get(name) for name in ("cpu", "cores", "gpu")} | {"torch": software()["torch"]}
 
 

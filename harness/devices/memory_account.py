@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 from harness.devices.streams import STREAMS, CpuStreams
 
-NAME = "sim"
+SIM_NAME = "sim"
 # bytes are rounded up to multiples of these; CUDA's allocator takes 512
-ROUNDING = {"device": 512, "host": 1}
+ROUNDING_BYTES = {"device": 512, "host": 1}
 CPU = torch.device("cpu")
 
 
@@ -57,8 +57,8 @@ class Tracker:
         self._is_lifted = False
         self._booked: dict[int, Booked] = {}
         # A storage may be freed at any time, even while a thread holds the lock. So the entry of a freed storage waits
-        # here until _bury() subtracts the entry's bytes.
-        self._dead: deque[Booked] = deque()
+        # here until _subtract_freed() subtracts the entry's bytes.
+        self._freed: deque[Booked] = deque()
         self._lock = threading.Lock()
         # `inside`: True during an operation; `to_host`: True if results go to the host
         self.thread = threading.local()
@@ -87,7 +87,7 @@ class Tracker:
         """Return the bytes in use and the peak bytes of each memory. Page-locked memory counts as host memory, so the
         numbers named pinned are 0."""
         with self._lock:
-            self._bury()
+            self._subtract_freed()
             in_use = {f"{memory}_allocated": num_bytes for memory, num_bytes in self.in_use.items()}
             peaks = {f"{memory}_peak": num_bytes for memory, num_bytes in self.peaks.items()}
             return in_use | peaks | {"pinned_allocated": 0, "pinned_peak": 0}
@@ -95,7 +95,7 @@ class Tracker:
     def reset_peaks(self) -> None:
         """Set the peaks to the bytes in use now."""
         with self._lock:
-            self._bury()
+            self._subtract_freed()
             self.peaks = dict(self.in_use)
 
     def lift(self) -> None:
@@ -108,7 +108,7 @@ class Tracker:
             return 0.5  # a FakeTensor has no value, so every value that is read is 0.5
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         wanted = kwargs.get("device")
-        to_device = wanted is not None and wanted.type == NAME
+        to_device = wanted is not None and wanted.type == SIM_NAME
         if to_device:
             kwargs["device"] = CPU
         kwargs.pop("pin_memory", None)
@@ -134,7 +134,9 @@ class Tracker:
         device: torch.device = actual.__get__(tensor)
         if getattr(self.thread, "inside", False) or device.type == "meta":
             return device
-        return torch.device(NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else device
+        return (
+            torch.device(SIM_NAME) if self._memory_of(tensor.untyped_storage()._cdata) == "device" else device
+        )
 
     def _memory_of(self, key: int) -> str:
         """Return the memory in which a storage is booked. A storage that is not booked, because it was made before the
@@ -148,14 +150,16 @@ class Tracker:
         if before is None and key in inputs:
             return  # another allocator made the storage of this input
         memory = before.memory if before else memory
-        num_bytes = -(-num_bytes // ROUNDING[memory]) * ROUNDING[memory]
+        num_bytes = -(-num_bytes // ROUNDING_BYTES[memory]) * ROUNDING_BYTES[memory]
         if before and before.num_bytes == num_bytes:
             return
         with self._lock:
-            self._bury()
+            self._subtract_freed()
             self._charge(memory, num_bytes - (before.num_bytes if before else 0))
-            booked, dead = self._booked, self._dead
-            watch = before.storage if before else weakref.ref(storage, lambda _: dead.append(booked.pop(key)))
+            booked, freed = self._booked, self._freed
+            watch = (
+                before.storage if before else weakref.ref(storage, lambda _: freed.append(booked.pop(key)))
+            )
             booked[key] = Booked(memory, num_bytes, watch)
 
     def _charge(self, memory: str, num_bytes: int) -> None:
@@ -168,10 +172,10 @@ class Tracker:
         if not self._is_lifted:
             self.peaks[memory] = max(self.peaks[memory], self.in_use[memory])
 
-    def _bury(self) -> None:
-        while self._dead:
-            dead = self._dead.popleft()
-            self.in_use[dead.memory] -= dead.num_bytes
+    def _subtract_freed(self) -> None:
+        while self._freed:
+            entry = self._freed.popleft()
+            self.in_use[entry.memory] -= entry.num_bytes
 
     def _patches(self) -> Iterator[Any]:
         """Yield patches of torch, because a dispatch mode cannot see these: the devices that tensors report, resized
@@ -215,14 +219,14 @@ class _Booking(TorchDispatchMode):
 
 def name_device() -> None:
     """Register torch.device("sim") and the module torch.sim, which torch's checkpoints need."""
-    if not hasattr(torch, NAME):
-        torch.utils.rename_privateuse1_backend(NAME)
-        module: Any = types.ModuleType(f"torch.{NAME}")
+    if not hasattr(torch, SIM_NAME):
+        torch.utils.rename_privateuse1_backend(SIM_NAME)
+        module: Any = types.ModuleType(f"torch.{SIM_NAME}")
         module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
         module.manual_seed_all, module._is_in_bad_fork = lambda seed: None, lambda: False
         module.is_available = lambda: False  # an available device would need streams and graphs
-        torch._register_device_module(NAME, module)
-        STREAMS[NAME] = CpuStreams()
+        torch._register_device_module(SIM_NAME, module)
+        STREAMS[SIM_NAME] = CpuStreams()
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -241,7 +245,7 @@ def _tensor(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
         result_tensor = tensor(data, **kwargs)
         if device is not None and torch.device(device).type != "cpu":
             # "sim" and "sim:0" name the same device
-            result_tensor = result_tensor.to(NAME)
+            result_tensor = result_tensor.to(SIM_NAME)
         return result_tensor.requires_grad_(requires_grad)
 
     return new_tensor
@@ -256,17 +260,17 @@ def _to(tracker: Tracker, to: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if isinstance(wanted, Tensor):
             return moved(tensor, wanted.device, wanted.dtype, *args[1:], **kwargs)
         goal = torch.device(wanted).type if isinstance(wanted, (str, torch.device)) else None
-        if goal not in (NAME, "cpu") or tensor.is_meta:
+        if goal not in (SIM_NAME, "cpu") or tensor.is_meta:
             return to(tensor, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "device"}
         if goal == tensor.device.type:
             return to(tensor, CPU, *args[1:], **options)
         # The device needs a number. Without a number torch would ask for the current device of this type, which only a
         # compiled backend can tell.
-        place = CPU if goal == "cpu" else torch.device(NAME, 0)
+        destination = CPU if goal == "cpu" else torch.device(SIM_NAME, 0)
         tracker.thread.to_host = goal == "cpu"
         try:
-            return to(tensor, place, *args[1:], **{**options, "copy": True})
+            return to(tensor, destination, *args[1:], **{**options, "copy": True})
         finally:
             tracker.thread.to_host = False
 

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from harness.core.job import Job, Room, Workload
 from harness.core.method import Method, Unavailable, create
-from harness.devices.memory_account import NAME, Tracker
+from harness.devices.memory_account import SIM_NAME, Tracker
 
 # steps of a rehearsal: the first makes the optimizer's state, the second has the state from its start
 STEPS = 2
@@ -49,11 +49,11 @@ def predict(method: Method, workload: Workload, steps: int = STEPS) -> Predictio
         )
     started = time.perf_counter()
     with without_memory() as tracker:
-        size = (steps, workload.batch_size, workload.seq_len + 1)
-        tokens = torch.empty(size, dtype=torch.int64, device=NAME)
+        token_shape = (steps, workload.batch_size, workload.seq_len + 1)
+        tokens = torch.empty(token_shape, dtype=torch.int64, device=SIM_NAME)
         inputs, targets = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
         training = method.settled(method.plan(workload, Room())).train(
-            workload, zip(inputs[:STEPS], targets[:STEPS], strict=True), NAME
+            workload, zip(inputs[:STEPS], targets[:STEPS], strict=True), SIM_NAME
         )
         for _ in training:
             pass

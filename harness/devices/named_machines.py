@@ -9,19 +9,19 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from harness.base.checkout import ROOT
 from harness.base.foreign_file import NO_OTHER_FIELDS
+from harness.base.json_object import JsonObject
 from harness.base.registry import Registry, files_by_entry, read_entry
 from harness.core.job import GIB, Budget, Room
-from harness.core.rates import Rates, of_facts
+from harness.core.rates import Rates, rates_from_facts
 from harness.devices import cuda_budget, machine
 
 FILE = ROOT / "machines.yaml"
 PUBLISHED = "v100-vm"  # the machine of the published runs
 EXAMPLE = "v100-vm: {device_memory: 32GiB}"
-NAME = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
+NAME_PATTERN = re.compile("[A-Za-z0-9][A-Za-z0-9 ._-]{0,59}")
 UNITS = {
     "KiB": 2**10,
     "MiB": 2**20,
@@ -33,7 +33,7 @@ UNITS = {
     "TB": 10**12,
 }
 # an ending of a name, such as 4090, may stand for the whole name if it has at least this many characters
-LEAST_END = 4
+LEAST_ENDING_CHARACTERS = 4
 
 
 # Shares of a datasheet's rates that a step is assumed to achieve. The published runs on a V100 achieved 0.70 of the
@@ -67,7 +67,7 @@ class Datasheet:
         peak = getattr(self, f"{dtype}_tflops", None)
         return peak and 1e12 * peak
 
-    def facts(self, dtype: str) -> dict[str, Any]:
+    def facts(self, dtype: str) -> JsonObject:
         nvlink = self.nvlink_gb_per_second
         return {
             **({"exchange_gb_per_second": ACHIEVED_NVLINK * nvlink} if nvlink else {}),
@@ -89,18 +89,18 @@ class Machine:
     device_memory: str | float | None = None
     host_memory: str | float | None = None
     disk_memory: str | float | None = None
-    facts: dict[str, Any] | None = field(default_factory=dict)
+    facts: JsonObject | None = field(default_factory=dict)
     datasheet: Datasheet | None = None
 
     def rates(self, dtype: str) -> Rates | None:
-        """Return the machine's rates for training in this dtype; None if a fact of rates.NEEDED is unknown. If there is
-        a datasheet, the fact gpu_tflops is ignored unless it was measured in this dtype."""
+        """Return the machine's rates for training in this dtype; None if a fact of rates.NEEDED_FACTS is unknown. If
+        there is a datasheet, the fact gpu_tflops is ignored unless it was measured in this dtype."""
         facts = ASSUMED_DISK | (self.facts or {})
         if self.datasheet is None:
-            return of_facts(facts)
+            return rates_from_facts(facts)
         if not str(facts.get("precision", dtype)).startswith(dtype):
             facts.pop("gpu_tflops", None)
-        return of_facts(self.datasheet.facts(dtype) | facts)
+        return rates_from_facts(self.datasheet.facts(dtype) | facts)
 
     @property
     def device_bytes(self) -> int | None:
@@ -113,9 +113,7 @@ class Machine:
         out the reserve for memory that plans do not count. The rates are those for the dtype in the fact `precision`
         or, without this fact, for fp32. Raises ValueError if a size is wrong."""
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
-        limits: dict[str, Any] = {
-            name: size_bytes(str(size)) for name, size in sizes.items() if size is not None
-        }
+        limits: JsonObject = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         if self.device_bytes is not None:
             least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context_bytes=0)
             if self.device_bytes < least:
@@ -139,10 +137,10 @@ class Machine:
         budget = Budget(room.device_bytes, room.host_bytes, room.disk_bytes, rates=rates)
         if device != "cuda" or self.device_bytes is None:
             return budget
-        whole = self.device_bytes + cuda_budget.context_bytes()
+        whole_bytes = self.device_bytes + cuda_budget.context_bytes()
         present_bytes = machine.gpu().get("gpu_bytes", 0)
-        fits = self.device_bytes <= present_bytes < whole
-        return replace(budget, device_bytes=present_bytes if fits else whole)
+        is_nearly_whole = self.device_bytes <= present_bytes < whole_bytes
+        return replace(budget, device_bytes=present_bytes if is_nearly_whole else whole_bytes)
 
     def __post_init__(self) -> None:
         self.room  # noqa: B018  raises ValueError if a size is wrong
@@ -170,7 +168,7 @@ def names(*files: Path) -> list[str]:
     a name that is not allowed."""
     sorted_names = sorted(files_by_entry(files or REGISTRY.paths, EXAMPLE))
     for name in sorted_names:
-        if not NAME.fullmatch(name):  # names become parts of figures' file names
+        if not NAME_PATTERN.fullmatch(name):  # names become parts of figures' file names
             raise ValueError(
                 f"expected a name of letters, digits, ._- and spaces, got {name!r:.80}; try my-machine"
             )
@@ -192,12 +190,12 @@ def plain(name: str) -> str:
 def spelled(name: str) -> str:
     """Return the name of the entry that a person means by a name such as RTX 4090, 4090, NVIDIA H100 or a100-80gb. If
     no entry or several entries match, the name is returned unchanged."""
-    word = plain(name).removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
+    plain_name = plain(name).removeprefix("nvidia").removeprefix("geforce").removesuffix("gb")
     if name in names():
         return name
-    matches = [listed for listed in names() if plain(listed) == word]
-    if not matches and len(word) >= LEAST_END:
-        matches = [listed for listed in names() if plain(listed).endswith(word)]
+    matches = [listed for listed in names() if plain(listed) == plain_name]
+    if not matches and len(plain_name) >= LEAST_ENDING_CHARACTERS:
+        matches = [listed for listed in names() if plain(listed).endswith(plain_name)]
     return matches[0] if len(matches) == 1 else name
 
 
@@ -208,8 +206,8 @@ def of_gpu(gpu: str | None, gpu_bytes: int | None = None) -> str | None:
 
     def distance(name: str) -> tuple[float, int]:
         device_bytes = load(name).device_bytes
-        apart = abs(math.log(device_bytes / gpu_bytes)) if device_bytes and gpu_bytes else math.inf
-        return apart, len(_gpu_words(name))
+        log_ratio = abs(math.log(device_bytes / gpu_bytes)) if device_bytes and gpu_bytes else math.inf
+        return log_ratio, len(_gpu_words(name))
 
     return min((name for name in names() if has_gpu(name, gpu)), key=distance, default=None)
 
@@ -217,14 +215,14 @@ def of_gpu(gpu: str | None, gpu_bytes: int | None = None) -> str | None:
 def has_gpu(name: str, gpu: str | None) -> bool:
     """True if the machine `name` has the GPU that the driver calls `gpu`: if the first word of the machine's name is a
     word of the GPU's. So a10 is no NVIDIA A100-SXM4-80GB, and h200 and h200-141 are both an NVIDIA H200."""
-    first = _gpu_words(name)[:1]
-    return bool(first) and first[0] in _gpu_words(gpu or "")
+    words = _gpu_words(name)
+    return bool(words) and words[0] in _gpu_words(gpu or "")
 
 
 def _gpu_words(name: str) -> list[str]:
     """Return the words of the name of a GPU or a machine, without those of makers and series."""
-    parts = re.findall(r"[a-z0-9]+", re.sub(r"\brtx\s+", "rtx", name.lower()))
-    return [word for word in parts if word not in ("nvidia", "geforce", "tesla", "gpu")]
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\brtx\s+", "rtx", name.lower()))
+    return [word for word in words if word not in ("nvidia", "geforce", "tesla", "gpu")]
 
 
 def source(name: str) -> str:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 # starts of the names that /proc/PID/maps gives to segments of shared memory; page-locked memory is "/dev/zero"
-NAMES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
+SEGMENT_NAME_STARTS = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 Segment = tuple[str, str]  # device and inode
 PROCESSES = Path("/proc")
 
@@ -34,13 +34,17 @@ def total_shared_bytes(resident: dict[int, int]) -> int:
     its own segments, such as a library on a tmpfs. A segment's size may exceed its resident bytes, so the result is at
     most the sum of `resident`. /proc/PID/smaps would be exact, but reading it walks the page tables.
     """
-    taken = {pid: size for pid, size in resident.items() if size}
-    if len(taken) < 2:
-        return sum(taken.values())
-    mapped = {pid: _segments(pid, size) for pid, size in taken.items()}
-    once = {segment: size for segments in mapped.values() for segment, size in segments.items()}
-    beyond = sum(max(0, size - sum(mapped[pid].values())) for pid, size in taken.items())
-    return min(sum(taken.values()), sum(once.values()) + beyond)
+    bytes_by_pid = {pid: size for pid, size in resident.items() if size}
+    if len(bytes_by_pid) < 2:
+        return sum(bytes_by_pid.values())
+    segments_by_pid = {pid: _segments(pid, size) for pid, size in bytes_by_pid.items()}
+    size_of_segment = {
+        segment: size for segments in segments_by_pid.values() for segment, size in segments.items()
+    }
+    bytes_beyond = sum(
+        max(0, size - sum(segments_by_pid[pid].values())) for pid, size in bytes_by_pid.items()
+    )
+    return min(sum(bytes_by_pid.values()), sum(size_of_segment.values()) + bytes_beyond)
 
 
 @functools.lru_cache(maxsize=256)
@@ -50,9 +54,9 @@ def _segments(pid: int, resident_bytes: int) -> dict[Segment, int]:
     sizes: dict[Segment, int] = {}
     with contextlib.suppress(OSError):  # the process may be gone
         for line in (PROCESSES / str(pid) / "maps").read_text().splitlines():
-            place, permissions, offset, device, inode, *name = line.split(maxsplit=5)
-            if permissions[3] == "s" and name and name[0].startswith(NAMES):
-                start, end = (int(address, 16) for address in place.split("-"))
+            addresses, permissions, offset, device, inode, *name = line.split(maxsplit=5)
+            if permissions[3] == "s" and name and name[0].startswith(SEGMENT_NAME_STARTS):
+                start, end = (int(address, 16) for address in addresses.split("-"))
                 size = int(offset, 16) + end - start
                 sizes[device, inode] = max(size, sizes.get((device, inode), 0))
     return sizes

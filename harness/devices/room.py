@@ -79,9 +79,9 @@ def room_within(budget: Budget, device: str, workload: Workload | None = None, n
     host_bytes = host_limit_bytes(budget, device)
     if device != "cuda" and workload and workload.dropout:
         if device_bytes is None:
-            host_bytes = host_bytes and max(1, host_bytes - dropout_bytes(workload))
+            host_bytes = host_bytes and max(1, host_bytes - workload.dropout_bytes)
         else:
-            device_bytes = max(1, device_bytes - dropout_bytes(workload))
+            device_bytes = max(1, device_bytes - workload.dropout_bytes)
     rates = budget.rates or (machine.rates(device, workload) if workload else None)
     if rates and budget.link_bytes_per_second:
         link = budget.link_bytes_per_second
@@ -151,14 +151,6 @@ def device_limit_bytes(job: Job) -> int | None:
     return cuda_budget.allocator_bytes(budget_bytes, context_bytes(job.world_size))
 
 
-def dropout_bytes(workload: Workload) -> int:
-    """Return the most bytes that a layer's backward pass takes for dropout on a CPU, where no fused kernel computes
-    attention with dropout. Rehearsals found at most 14 bytes for each pair of tokens and each head, plus three times
-    the bytes of the layer's input."""
-    pairs = workload.batch_size * workload.num_heads * workload.seq_len**2
-    return 14 * pairs + 3 * workload.boundary_bytes
-
-
 def check_budget(budget: Budget, device: str, world_size: int = 1) -> None:
     """Raise ValueError, one line, if a budget exceeds the machine's memory, or if the host's budget is too small for
     the imports of `world_size` ranks."""
@@ -171,19 +163,19 @@ def check_budget(budget: Budget, device: str, world_size: int = 1) -> None:
         ("--device-memory", budget.device_bytes, device_bytes),
         ("--host-memory", budget.host_bytes, host_bytes),
     )
-    for option, budget_bytes, most in limits:
-        if budget_bytes and most and budget_bytes > most:
+    for option, budget_bytes, machine_bytes in limits:
+        if budget_bytes and machine_bytes and budget_bytes > machine_bytes:
             raise ValueError(
-                f"expected {option} of at most {most // MIB}MiB on this machine, got {gib(budget_bytes)}"
+                f"expected {option} of at most {machine_bytes // MIB}MiB on this machine, got {gib(budget_bytes)}"
             )
     if budget.host_bytes and device in ("cpu", "cuda"):
-        imports = baseline_bytes(device)
-        least = (imports + LEAST_ROOM_BYTES) * world_size
-        if budget.host_bytes < least:
+        import_bytes = baseline_bytes(device)
+        least_bytes = (import_bytes + LEAST_ROOM_BYTES) * world_size
+        if budget.host_bytes < least_bytes:
             of_a_rank = " a rank" if world_size > 1 else ""
             raise ValueError(
                 f"--host-memory {gib(budget.host_bytes)} is too little: torch's imports alone take"
-                f" {gib(imports)}{of_a_rank} here; the smallest budget is {-(-least // MIB)}MiB"
+                f" {gib(import_bytes)}{of_a_rank} here; the smallest budget is {-(-least_bytes // MIB)}MiB"
             )
 
 
@@ -191,10 +183,10 @@ def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
     """Raise ValueError if the budget of a GPU leaves plans less than LEAST_TENSOR_BYTES after the driver's context and
     the reserve are subtracted. `budget_bytes`: None if there is no budget, and then nothing is raised."""
     context = context_bytes(num_ranks)
-    least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
-    if budget_bytes is not None and budget_bytes < least:
+    least_bytes = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
+    if budget_bytes is not None and budget_bytes < least_bytes:
         raise ValueError(
-            f"expected --device-memory of at least {-(-least // MIB)}MiB, because the GPU's context takes"
+            f"expected --device-memory of at least {-(-least_bytes // MIB)}MiB, because the GPU's context takes"
             f" {gib(context)}, got {gib(budget_bytes)}"
         )
 
@@ -204,13 +196,13 @@ def warnings_beside(job: Job, surroundings: dict[str, Any]) -> list[str]:
     which lists no displays; these only take free memory."""
     others = surroundings.get("foreign_processes", ())
     warnings = [f"process {other['pid']} is on GPU {other['gpu']}, too: on record" for other in others]
-    whole, free = machine.gpu().get("gpu_bytes"), machine.gpu_free_bytes()
-    if job.device == "cuda" and whole and free is not None:
-        may_fill = job.budget.device_bytes or whole - cuda_budget.RESERVE_BYTES
-        if free < may_fill:
+    gpu_bytes, free_bytes = machine.gpu().get("gpu_bytes"), machine.gpu_free_bytes()
+    if job.device == "cuda" and gpu_bytes and free_bytes is not None:
+        may_fill_bytes = job.budget.device_bytes or gpu_bytes - cuda_budget.RESERVE_BYTES
+        if free_bytes < may_fill_bytes:
             warnings.append(
-                f"{gib(free)} of the GPU's {gib(whole)} are free: a run that fills more ends out of memory; try"
-                f" --device-memory {free // MIB}MiB"
+                f"{gib(free_bytes)} of the GPU's {gib(gpu_bytes)} are free: a run that fills more ends out of memory;"
+                f" try --device-memory {free_bytes // MIB}MiB"
             )
     return warnings
 
@@ -220,17 +212,18 @@ def baseline_bytes(device: str) -> int:
     """Return the bytes of anonymous memory of a process that has a worker's imports but does not train. If they cannot
     be measured, return 0 or, on CUDA, CUDA_BASELINE_BYTES. The number is measured once for each device, machine and set
     of packages and kept in BASELINES, because making a GPU's context takes seconds."""
-    about, kept = json.dumps([device, machine.compared_facts()]), dict[str, int]()
+    key, bytes_by_key = json.dumps([device, machine.compared_facts()]), dict[str, int]()
     with contextlib.suppress(OSError, ValueError, TypeError):
-        kept = {str(name): int(size) for name, size in dict(json.loads(BASELINES.read_text())).items()}
-    if about not in kept:
+        kept_numbers = dict(json.loads(BASELINES.read_text()))
+        bytes_by_key = {str(name): int(size) for name, size in kept_numbers.items()}
+    if key not in bytes_by_key:
         with contextlib.suppress(ValueError):  # torch is missing; the run's record will tell that
-            kept[about] = ask("harness.devices.room", device)
+            bytes_by_key[key] = ask("harness.devices.room", device)
             with contextlib.suppress(OSError):
                 # .venv may belong to another user; then the next process measures again
                 BASELINES.parent.mkdir(exist_ok=True)
-                write_whole(BASELINES, json.dumps(kept, indent=1))
-    return kept.get(about, CUDA_BASELINE_BYTES if device == "cuda" else 0)
+                write_whole(BASELINES, json.dumps(bytes_by_key, indent=1))
+    return bytes_by_key.get(key, CUDA_BASELINE_BYTES if device == "cuda" else 0)
 
 
 def main() -> None:

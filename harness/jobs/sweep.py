@@ -29,7 +29,7 @@ from harness.models import weight_files
 from harness.plan.fit import Planned, most_layers, resolve
 from harness.plan.run_time import probe_seconds, run_seconds
 from harness.run.launch import Report, launch
-from harness.run.place import OrderedJob, Place, marked
+from harness.run.place import OrderedJob, Place, mark_changed_keys
 from harness.run.prepare import prepare
 
 PROBES = Extent()  # the extent of the gate's probes, unless the caller gives another
@@ -145,7 +145,9 @@ class Store:
         if len(pairs) < 2:
             return
         self.measured_now |= {key for _, key in pairs}
-        for path in marked(place.launch(pairs, self.results, self.folders, self.report), pairs, self.key):
+        for path in mark_changed_keys(
+            place.launch(pairs, self.results, self.folders, self.report), pairs, self.key
+        ):
             self.records[path] = Record.read(path)
 
     def judged(self, path: Path, verdict: Gate) -> Record:
@@ -162,7 +164,7 @@ class Store:
         self.measured_now.add(key)
         if self.place:
             keyed = [(job, key)]
-            (path,) = marked(
+            (path,) = mark_changed_keys(
                 self.place.launch(keyed, self.results, self.folders, self.report), keyed, self.key
             )
         else:

@@ -32,7 +32,7 @@ from harness.base.child_process import limit_memory
 from harness.core import hub_config
 from harness.core.job import Workload
 from harness.core.refusals import RefusedModel
-from harness.devices.memory_account import NAME
+from harness.devices.memory_account import SIM_NAME
 from harness.devices.memory_rehearsal import without_memory
 from harness.models import model
 from harness.models.gpt import DTYPES
@@ -325,11 +325,11 @@ def peak(layer: nn.Module, size: tuple[int, int, int], dtype: torch.dtype, below
             layer.get_submodule(below).register_forward_pre_hook(when_passed)
         for name, weight in list(layer.named_parameters()):
             owner, _, leaf = name.rpartition(".")
-            parameter = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME))
+            parameter = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=SIM_NAME))
             parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
             setattr(layer.get_submodule(owner), leaf, parameter)
         weights = tracker.stats()["device_allocated"]
-        x = torch.empty(size, dtype=dtype, device=NAME, requires_grad=True)
+        x = torch.empty(size, dtype=dtype, device=SIM_NAME, requires_grad=True)
         y = checkpoint(layer, x, use_reentrant=False)
         dy = torch.empty_like(y)
         torch.autograd.backward(y, dy)
@@ -347,10 +347,12 @@ def head_boundaries(workload: Workload) -> float:
                 setattr(
                     ends.get_submodule(owner),
                     leaf,
-                    nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=NAME)),
+                    nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=SIM_NAME)),
                 )
         before = tracker.stats()["device_allocated"]
-        x = torch.empty((MEASURED_TOKENS, workload.hidden_size), dtype=dtype, device=NAME, requires_grad=True)
+        x = torch.empty(
+            (MEASURED_TOKENS, workload.hidden_size), dtype=dtype, device=SIM_NAME, requires_grad=True
+        )
         y = ends.normalized(x)
         return (
             max(0.0, (tracker.stats()["device_allocated"] - before) / (x.nbytes) - 2)

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.base.console import counted
 from harness.core.job import Budget, Room, Workload, gib
-from harness.core.rates import NEEDED
+from harness.core.rates import NEEDED_FACTS
 from harness.devices import machine, named_machines
 from harness.devices.named_machines import Machine
 from harness.devices.room import imports_text, less_imports, room_at, room_within
@@ -74,7 +74,7 @@ def named_place(name: str, budget: Budget, facts: dict[str, Any] | None = None) 
             ) from error
         about = f"{entry.about}; {', '.join(facts)} of the call" if facts else entry.about
         return TrainingPlace(name, about, "cuda", budget, replace(entry, facts=(entry.facts or {}) | facts))
-    if missing := [fact for fact in NEEDED if fact not in facts]:
+    if missing := [fact for fact in NEEDED_FACTS if fact not in facts]:
         raise ValueError(
             f"expected the facts {', '.join(missing)} of {name}, got none: try {example_numbers()}"
         )
@@ -87,7 +87,7 @@ def example_numbers() -> str:
     """Return, as text, example options that describe a GPU missing from machines.yaml. The numbers are those of a
     desktop computer."""
     examples = {"gpu_tflops": 80, "link_gb_per_second": 20, "host_adam_gparams_per_second": 2}
-    return " ".join(f"--fact {fact}={examples[fact]}" for fact in NEEDED)
+    return " ".join(f"--fact {fact}={examples[fact]}" for fact in NEEDED_FACTS)
 
 
 def this_place(budget: Budget) -> TrainingPlace:

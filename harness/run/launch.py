@@ -27,7 +27,7 @@ from harness.base.imported_file import drop_stale_bytecode
 from harness.base.json_object import JsonObject
 from harness.base.rank_agent import num_local_ranks
 from harness.core import cpu_cores, failures, log_lines, method
-from harness.core.identity import Listed, code_facts
+from harness.core.identity import CodeIdentity, code_facts
 from harness.core.job import Job
 from harness.core.record import Record, new_stem
 from harness.devices import budgets, machine
@@ -130,8 +130,8 @@ class Start:
     key: str
     started: float  # Unix time
     surroundings: JsonObject  # facts of the machine that may change from run to run
-    identify: Callable[[], Listed]  # returns the present identity of the method's code
-    code: Listed  # the identity at the start
+    identify: Callable[[], CodeIdentity]  # returns the present identity of the method's code
+    code: CodeIdentity  # the identity at the start
     wall: cgroup.Group | None  # the memory group that holds the worker alone
     # the memory group in which the worker is: the wall or, without one, this process's
     group: cgroup.Group | None
@@ -141,7 +141,7 @@ class Start:
     @classmethod
     def now(cls, job: Job, key: str, folders: tuple[Path, ...], wall: cgroup.Group | None) -> Start:
         started, surroundings = time.time(), machine.surroundings(job.device, machine.num_gpus(job))
-        identify = partial(method.listed, job.method, folders)
+        identify = partial(method.code_identity, job.method, folders)
         code = identify()
         for file in code.modified_ns:
             drop_stale_bytecode(file)

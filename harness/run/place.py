@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from harness.base.child_process import interrupt_here, when_closed
+from harness.base.json_object import JsonObject
 from harness.base.registry import FileRegistry
 from harness.core import failures, log_lines, method
 from harness.core.job import Job
@@ -146,7 +147,7 @@ class OrderedJob:
         """The path of the job's record."""
         return Path(f"{self.stem}.json")
 
-    def order(self, folders: tuple[Path, ...]) -> dict[str, Any]:
+    def order(self, folders: tuple[Path, ...]) -> JsonObject:
         """Return the order, as plain data that perform() takes. `folders`: folders of methods."""
         # Leave out LD_PRELOAD: it names a library of this machine that the place may lack.
         names = [name for name in FORWARDED if name in os.environ and name != "LD_PRELOAD"]
@@ -158,10 +159,10 @@ class OrderedJob:
             "environment": {name: os.environ[name] for name in names},
         }
 
-    def write_end(self, end: failures.Failure, seen: dict[str, Any] | None = None) -> Path:
+    def write_end(self, end: failures.Failure, known_fields: JsonObject | None = None) -> Path:
         """Write a record for the job, which left none, and the closing line of the job's log. Return the record's path.
-        `seen`: fields of the record that are known."""
-        fields = {"phase": ORDERED, "started": time.time(), "clock": self.job.device, **(seen or {})}
+        `known_fields`: fields of the record that are known."""
+        fields = {"phase": ORDERED, "started": time.time(), "clock": self.job.device, **(known_fields or {})}
         record = Record(self.job, self.key, **end.changes({}), **fields)
         record.write(self.record)
         with open(f"{self.stem}.txt", "a") as log:
@@ -170,7 +171,7 @@ class OrderedJob:
         return self.record
 
 
-def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
+def perform(order: JsonObject, report: Report = lambda event: None) -> None:
     """Perform an order at the place: compile what the job still needs, run the job, write its record."""
     job, folders = Job.from_dict(order["job"]), tuple(map(Path, order["folders"]))
     ordered = OrderedJob(job, str(order["key"]), Path(order["stem"]))
@@ -185,21 +186,19 @@ def perform(order: dict[str, Any], report: Report = lambda event: None) -> None:
     launch(job, lambda: ordered.key, results, folders, report, stem=ordered.stem)
 
 
-def place_record(
-    path: Path, place: dict[str, Any], evidence: dict[str, Any], end: failures.Failure | None
-) -> Path:
+def place_record(path: Path, place: JsonObject, evidence: JsonObject, end: failures.Failure | None) -> Path:
     """Add the facts of the place and its evidence of the job's end to the record in the file `path`; return `path`.
     `end`: the end that replaces the record's end; None: the record's end stays."""
     record = Record.read(path)
     # the place runs the source code of this checkout
     software = {**record.software, "commit": machine.software()["commit"]}
-    changes: dict[str, Any] = end.changes(record.evidence) if end else {"evidence": record.evidence}
+    changes: JsonObject = end.changes(record.evidence) if end else {"evidence": record.evidence}
     changes |= {"machine": {**record.machine, **place}, "evidence": {**changes["evidence"], **evidence}}
     dataclasses.replace(record, software=software, **changes).write(path)
     return path
 
 
-def marked(paths: Sequence[Path], jobs: KeyedJobs, key: Callable[[Job], str]) -> Sequence[Path]:
+def mark_changed_keys(paths: Sequence[Path], jobs: KeyedJobs, key: Callable[[Job], str]) -> Sequence[Path]:
     """Let the records of jobs that ran at another place say so if a job's key has changed meanwhile: the place ran the
     code of this checkout. `jobs`: the jobs with the keys that they had before."""
     for path, (job, _) in zip(paths, jobs, strict=True):

@@ -7,17 +7,18 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from harness.base.foreign_file import read_json
+from harness.base.json_object import JsonObject
 from harness.base.whole_file import write_whole
 
 # rows of a timeline, from top to bottom
 TRACKS = ("steps", "compute", "inbound", "outbound", "update", "disk")
 # The kinds of work that may be hidden behind compute, and the tracks of each kind.
 KINDS = {"copies": ("inbound", "outbound"), "updates": ("update",), "disk": ("disk",)}
-HEAD = '{"displayTimeUnit"'  # how the file begins
-US = 1e6  # microseconds in a second; the file's times are in microseconds
+FILE_START = '{"displayTimeUnit"'  # how the file begins
+MICROSECONDS = 1e6  # microseconds in a second; the file's times are in microseconds
 Interval = tuple[float, float]
 
 
@@ -37,7 +38,7 @@ class Timeline(NamedTuple):
 
     spans: list[Span]
     steps: list[Span]
-    about: dict[str, Any]
+    about: JsonObject
 
 
 class Share(NamedTuple):
@@ -62,11 +63,10 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write the timeline to one JSON file, whole or not at all. The file's times count from the start of the first
     step."""
     spans = sorted((*timeline.steps, *timeline.spans), key=lambda span: span.start)
-    threads = {
-        name: number for number, name in enumerate(sorted({span.track for span in spans}, key=_rank), 1)
-    }
-    zero = min((span.start for span in timeline.steps), default=0.0)
-    metadata: list[tuple[int, str, dict[str, Any]]] = [
+    tracks = sorted({span.track for span in spans}, key=_track_order)
+    threads = {track: number for number, track in enumerate(tracks, start=1)}
+    zero_seconds = min((span.start for span in timeline.steps), default=0.0)
+    metadata: list[tuple[int, str, JsonObject]] = [
         (0, "process_name", {"name": timeline.about.get("title", "")})
     ]
     for name, number in threads.items():
@@ -82,8 +82,8 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
             "ph": "X",
             "pid": 1,
             "tid": threads[span.track],
-            "ts": (span.start - zero) * US,
-            "dur": (span.end - span.start) * US,
+            "ts": (span.start - zero_seconds) * MICROSECONDS,
+            "dur": (span.end - span.start) * MICROSECONDS,
             "name": f"{span.work} {span.of}".strip(),
             "cat": span.work,
             "args": {"of": span.of},
@@ -92,7 +92,7 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
     ]
     lines = ",\n".join(map(json.dumps, events))
     about = json.dumps(timeline.about)
-    write_whole(path, f'{HEAD}: "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
+    write_whole(path, f'{FILE_START}: "ms", "otherData": {about}, "traceEvents": [\n{lines}\n]}}\n')
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -100,10 +100,14 @@ def read_timeline(path: Path) -> Timeline:
     wrote."""
     try:
         data = read_json(path)
-        names = {e["tid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"}
+        events = data["traceEvents"]
+        names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
         timeline = Timeline([], [], data["otherData"])
-        for e in (e for e in data["traceEvents"] if e["ph"] == "X"):
-            span = Span(names[e["tid"]], e["cat"], e["args"]["of"], e["ts"] / US, (e["ts"] + e["dur"]) / US)
+        for event in events:
+            if event["ph"] != "X":
+                continue
+            start, end = event["ts"] / MICROSECONDS, (event["ts"] + event["dur"]) / MICROSECONDS
+            span = Span(names[event["tid"]], event["cat"], event["args"]["of"], start, end)
             (timeline.steps if span.track == "steps" else timeline.spans).append(span)
         return timeline
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -116,14 +120,15 @@ def of_ranks(ranks: dict[int, Timeline]) -> Timeline:
     first = ranks[min(ranks)]
     spans = []
     for rank, timeline in ranks.items():
-        late = timeline.about["zero_seconds"] - first.about["zero_seconds"]
+        offset_seconds = timeline.about["zero_seconds"] - first.about["zero_seconds"]
         for span in timeline.spans:
             track = f"{span.track} rank {rank}"
-            spans.append(Span(track, span.work, span.of, span.start + late, span.end + late))
+            start, end = span.start + offset_seconds, span.end + offset_seconds
+            spans.append(Span(track, span.work, span.of, start, end))
     return Timeline(spans, first.steps, first.about)
 
 
-def _rank(track: str) -> tuple[int, str]:
+def _track_order(track: str) -> tuple[int, str]:
     kind = track.split(" ")[0]
     return TRACKS.index(kind) if kind in TRACKS else len(TRACKS), track
 
@@ -138,12 +143,12 @@ def share(spans: Iterable[Span], step: Span) -> Share:
         if end > start:
             tracks.setdefault(span.track.split(" ")[0], []).append((start, end))
     compute = union(tracks.get("compute", []))
-    hidden, exposed = {}, {}
-    for kind, names in KINDS.items():
-        busy = union([interval for name in names for interval in tracks.get(name, [])])
-        hidden[kind] = length(common(busy, compute))
-        exposed[kind] = length(busy) - hidden[kind]
-    return Share(step.end - step.start, length(compute), hidden, exposed)
+    hidden, exposed = dict[str, float](), dict[str, float]()
+    for kind, track_names in KINDS.items():
+        busy = union([interval for name in track_names for interval in tracks.get(name, [])])
+        hidden[kind] = total_seconds(intersection(busy, compute))
+        exposed[kind] = total_seconds(busy) - hidden[kind]
+    return Share(step.end - step.start, total_seconds(compute), hidden, exposed)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -157,11 +162,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
+def intersection(first: list[Interval], second: list[Interval]) -> list[Interval]:
     """Return the intersection of two sorted lists of disjoint intervals, as a sorted list."""
-    pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(one, other))
+    pairs = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in itertools.product(first, second))
     return [(start, end) for start, end in pairs if start < end]
 
 
-def length(intervals: Iterable[Interval]) -> float:
+def total_seconds(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)

@@ -19,20 +19,21 @@ from typing import Any
 import torch
 
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.core.job import Job
 from harness.devices.streams import STREAMS, UNNOTED
 from harness.run.timeline import Span, Timeline, steps, write_timeline
 
-FIRST_SECONDS = 1.0  # total seconds of allocations of host memory at which the first report comes
+FIRST_REPORT_SECONDS = 1.0  # total seconds of allocations of host memory at which the first report comes
 # number of a run's last steps that are traced; work queued before them may end in the first traced step
-STEPS = 3
+NUM_TRACED_STEPS = 3
 
 
 class Trace:
-    """Notes the work of a run's last STEPS steps and of its end, and writes the trace's file."""
+    """Notes the work of a run's last NUM_TRACED_STEPS steps and of its end, and writes the trace's file."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.first_step = job, max(1, job.steps + 1 - STEPS)
+        self.job, self.first_step = job, max(1, job.steps + 1 - NUM_TRACED_STEPS)
         self.streams = STREAMS[job.device]
         # True for torch's streams, False for a CPU's
         self.has_events = hasattr(self.streams.current(), "wait_stream")
@@ -61,19 +62,19 @@ class Trace:
         event.record(stream)
         return event
 
-    def write(self, marks: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    def write(self, marks: Sequence[Any], report: Callable[[JsonObject], None]) -> None:
         """Wait for all queued work, and write the trace's file. `marks`: the moments at which the run's steps begin and
-        end, from the first step on. `tell` gets a warning if the trace has no spans or cannot be written."""
+        end, from the first step on. `report` gets a warning if the trace has no spans or cannot be written."""
         self.streams.span = None
         job, timeline = self.job, self._timeline(marks[self.first_step - 1 :])
         if not timeline.spans:
             text = f"{job.method} names no work on its streams: the trace holds its steps alone"
-            tell({"event": "warning", "text": text})
+            report({"event": "warning", "text": text})
         assert job.trace
         try:
             write_timeline(timeline, Path(job.trace))
         except OSError as error:  # the run itself is valid without a trace
-            tell({"event": "warning", "text": f"cannot write {job.trace}: {error.strerror}"})
+            report({"event": "warning", "text": f"cannot write {job.trace}: {error.strerror}"})
 
     def _timeline(self, marks: Sequence[Any]) -> Timeline:
         for *_, end in self.notes:
@@ -96,7 +97,7 @@ class Trace:
             spans.append(Span(track + several, work, of.rstrip("."), seconds(start), seconds(end)))
         options = "".join(f" {name}={value}" for name, value in self.job.options.items() if value is not None)
         title = f"{self.job.method}{options}, {counted(self.job.workload.num_layers, 'layer')}"
-        about: dict[str, Any] = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
+        about: JsonObject = {"title": title, "clock": self.job.device, "job": self.job.to_dict()}
         if self.job.world_size > 1:
             # of_ranks() needs the time on the clock from which the file's times count
             about["zero_seconds"] = seconds(marks[0])
@@ -105,10 +106,11 @@ class Trace:
 
 class Taking:
     """Reports how many bytes of host memory a method has allocated, and how many seconds the allocations took. The
-    first report comes after FIRST_SECONDS of allocations, and another one each time that these seconds have doubled."""
+    first report comes after FIRST_REPORT_SECONDS of allocations, and another one each time that these seconds have
+    doubled."""
 
-    def __init__(self, device: str, tell: Callable[[dict[str, Any]], None]) -> None:
-        self.tell, self.num_bytes, self.seconds, self.next_seconds = tell, 0, 0.0, FIRST_SECONDS
+    def __init__(self, device: str, report: Callable[[JsonObject], None]) -> None:
+        self.report, self.num_bytes, self.seconds, self.next_seconds = report, 0, 0.0, FIRST_REPORT_SECONDS
         self.streams = STREAMS[device]
         self.streams.taking = self.taking
 
@@ -120,10 +122,10 @@ class Taking:
         self.seconds += time.perf_counter() - started
         if self.seconds >= self.next_seconds:
             self.next_seconds = 2 * self.seconds
-            self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
+            self.report({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
 
     def end(self) -> None:
-        """Report the total, if allocations took at least FIRST_SECONDS, and stop counting."""
-        if self.seconds >= FIRST_SECONDS:
-            self.tell({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
+        """Report the total, if allocations took at least FIRST_REPORT_SECONDS, and stop counting."""
+        if self.seconds >= FIRST_REPORT_SECONDS:
+            self.report({"event": "memory", "bytes": self.num_bytes, "seconds": self.seconds})
         self.streams.taking = nullcontext

@@ -28,6 +28,7 @@ import psutil
 from harness.base import executed_code
 from harness.base.child_process import interrupt_here, when_closed
 from harness.base.foreign_file import parsed_json
+from harness.base.json_object import JsonObject
 from harness.core import failures, log_lines
 from harness.core.job import Job, Plan
 from harness.core.method import Method, OtherModel, Step, TensorState, Trained, create
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from harness.run.trace import Taking, Trace
 
 ORPHAN_SECONDS = 60.0
-Emit = Callable[[dict[str, Any]], None]
+Emit = Callable[[JsonObject], None]
 
 
 class StepClock:
@@ -48,41 +49,41 @@ class StepClock:
     def __init__(self, device: str) -> None:
         import torch
 
-        self.torch, self.cuda = torch, device == "cuda"
+        self.torch, self.is_cuda = torch, device == "cuda"
         self.marks: list[Any] = []
 
     def synchronize(self) -> None:
-        if self.cuda:
+        if self.is_cuda:
             self.torch.cuda.synchronize()
 
     def mark(self) -> None:
-        if self.cuda:
+        if self.is_cuda:
             self.marks.append(self.torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
         else:
             self.marks.append(time.perf_counter())
 
-    def done(self, index: int) -> bool:
-        return not self.cuda or self.marks[index].query()
+    def is_done(self, index: int) -> bool:
+        return not self.is_cuda or self.marks[index].query()
 
     def seconds(self, index: int) -> float:
         """Return the seconds between mark index - 1 and mark index."""
         before, after = self.marks[index - 1 : index + 1]
-        return before.elapsed_time(after) / 1000 if self.cuda else after - before
+        return before.elapsed_time(after) / 1000 if self.is_cuda else after - before
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedBatches:
     """An iterator of batches that also has a length, the number of all batches."""
 
     batches: Iterator[Any]
-    number: int
+    num_batches: int
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches
 
     def __len__(self) -> int:
-        return self.number
+        return self.num_batches
 
 
 class Run:
@@ -91,23 +92,23 @@ class Run:
 
     def __init__(self, job: Job, emit: Emit) -> None:
         self.job, self.emit = job, emit
-        lists = ("losses", "grad_norms", "loss_scales", "skipped_steps", "step_seconds")
-        self.measured: dict[str, Any] = {name: [] for name in lists}
+        list_fields = ("losses", "grad_norms", "loss_scales", "skipped_steps", "step_seconds")
+        self.measured: JsonObject = {name: [] for name in list_fields}
         self.measured["phase_seconds"] = {"process": time.time() - psutil.Process().create_time()}
-        self.phase, self._since = "start", time.perf_counter()
-        self._waiting: list[Step] = []  # steps whose loss and norm are on their way to the host
+        self.phase, self._phase_start = "start", time.perf_counter()
+        self._steps_in_flight: list[Step] = []  # steps whose loss and norm are on their way to the host
         self._num_taken = 0  # number of batches taken
         # at each yielded step: number of batches taken beyond this step's batch
-        self._ahead: set[int] = set()
+        self._batches_ahead: set[int] = set()
         self.taking: Taking | None = None  # until the first batch is taken
         self.trace: Trace | None = None
 
     def enter(self, phase: str) -> None:
         now = time.perf_counter()
-        before = "training" if self.phase.startswith("step") else self.phase
-        spent = self.measured["phase_seconds"]
-        spent[before] = spent.get(before, 0.0) + now - self._since
-        self.phase, self._since = phase, now
+        phase_before = "training" if self.phase.startswith("step") else self.phase
+        phase_seconds = self.measured["phase_seconds"]
+        phase_seconds[phase_before] = phase_seconds.get(phase_before, 0.0) + now - self._phase_start
+        self.phase, self._phase_start = phase, now
         if not phase.startswith("step"):
             self.emit({"event": "phase", "phase": phase})
 
@@ -131,8 +132,8 @@ class Run:
         torch.manual_seed(job.workload.seed)
         self.taking, self.trace = Taking(job.device, self.emit), Trace(job) if job.trace else None
         self.enter("build")
-        fed = Counted(self._feed(zip(inputs, targets, strict=True), bytes_before), job.steps)
-        training = method.train(job.workload, fed, job.device)
+        batches = CountedBatches(self._feed(zip(inputs, targets, strict=True), bytes_before), job.steps)
+        training = method.train(job.workload, batches, job.device)
         if not hasattr(training, "close"):  # not a generator
             raise TypeError(
                 f"expected train() to yield a Step for each batch, got {type(training).__name__} from it"
@@ -171,8 +172,8 @@ class Run:
                 else:
                     step = next(training)
                 self._check(step)
-                self._ahead.add(self._num_taken - len(self.clock.marks))
-                self._waiting.append(
+                self._batches_ahead.add(self._num_taken - len(self.clock.marks))
+                self._steps_in_flight.append(
                     step._replace(loss=_to_host(step.loss), grad_norm=_to_host(step.grad_norm))
                 )
                 if len(self.clock.marks) == self.job.warmup:
@@ -188,8 +189,8 @@ class Run:
         """Raise an error if this is no step of the next batch, or if its results may not yet be computed."""
         if len(self.clock.marks) > self._num_taken:
             raise ValueError(f"expected one Step for each batch, got another after batch {self._num_taken}")
-        if len(self.clock.marks) == 1 and (wrong := trains_alone(self.job)):
-            raise ValueError(wrong)
+        if len(self.clock.marks) == 1 and (complaint := complaint_about_group(self.job)):
+            raise ValueError(complaint)
         for scalar in (step.loss, step.grad_norm):
             # another type might compute only when its value is read, after the step has ended
             if scalar is not None and type(scalar) is not self.clock.torch.Tensor:
@@ -202,8 +203,8 @@ class Run:
         something falsifies the method's throughput."""
         self.clock.synchronize()
         self._collect(wait=True)
-        if wrong := self._contradiction(trained):
-            raise ValueError(wrong)
+        if complaint := self._contradiction(trained):
+            raise ValueError(complaint)
         machine.refuse_tf32(self.job.device, self.job.workload.dtype)
         if self.trace:
             self.trace.write(self.clock.marks, self.emit)
@@ -218,7 +219,7 @@ class Run:
         inspect = self.inspect_training.inspect
         self.measured["tensors"] = inspect(self._saved(trained.tensors), self.job)
         self.measured["others"] = [
-            _results(other) | {"tensors": inspect(other.tensors, self.job)} for other in trained.others
+            _facts_of_other(other) | {"tensors": inspect(other.tensors, self.job)} for other in trained.others
         ]
         self.enter("done")
 
@@ -232,36 +233,37 @@ class Run:
 
     def _contradiction(self, trained: Trained) -> str:
         """Describe what would falsify the method's throughput, a wrong statement or late yields; empty if nothing."""
-        if wrong := wrong_num_models(trained.schedule, trained.others):
-            return wrong
-        if (steps := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
-            return f"expected resumed_steps 0 without the option resume, got {steps}"
+        if complaint := wrong_num_models(trained.schedule, trained.others):
+            return complaint
+        if (resumed_steps := trained.schedule.get("resumed_steps", 0)) and not self.job.options.get("resume"):
+            return f"expected resumed_steps 0 without the option resume, got {resumed_steps}"
         # If several models train, faster models may be one step ahead of the slowest model.
-        if not self._ahead <= {0, *([1] if trained.others else [])}:
+        if not self._batches_ahead <= {0, *([1] if trained.others else [])}:
             return (
                 "expected each step to be yielded before the next batch is taken, since its time ends there, got up to "
-                f"{max(self._ahead)} batches taken beyond a step; try a yield at the end of the loop over batches"
+                f"{max(self._batches_ahead)} batches taken beyond a step; try a yield at the end of the loop over"
+                " batches"
             )
         return ""
 
     def _collect(self, wait: bool) -> None:
         """Measure and report the steps that the device has done. `wait`: True first waits until all are done."""
         losses = self.measured["losses"]
-        while self._waiting and (wait or self.clock.done(len(losses) + 1)):
-            step = self._waiting.pop(0)
+        while self._steps_in_flight and (wait or self.clock.is_done(len(losses) + 1)):
+            step = self._steps_in_flight.pop(0)
             losses.append(float(step.loss))
             seconds = self.clock.seconds(len(losses))
             self.measured["step_seconds"].append(seconds)
-            facts: dict[str, Any] = {}
+            facts: JsonObject = {}
             if step.shares:
-                facts["shares"] = [_number("share", share) for share in step.shares]
+                facts["shares"] = [_parse_number("share", share) for share in step.shares]
             if step.grad_norm is not None:
                 self.measured["grad_norms"].append(float(step.grad_norm))
             if step.loss_scale is not None:
-                self.measured["loss_scales"].append(_number("loss_scale", step.loss_scale))
+                self.measured["loss_scales"].append(_parse_number("loss_scale", step.loss_scale))
             if step.is_skipped:
                 self.measured["skipped_steps"].append(len(losses))
-                facts["skipped_at_scale"] = _number("loss_scale", step.loss_scale)
+                facts["skipped_at_scale"] = _parse_number("loss_scale", step.loss_scale)
             self.emit({"event": "step", "step": len(losses), "loss": losses[-1], "seconds": seconds, **facts})
             if len(losses) % log_lines.interval_steps(self.job) == 0:
                 peaks = budgets.device_peaks(self.job.device)
@@ -272,14 +274,15 @@ class Run:
 def train_here(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     """Train one job in this process. Return its record, even if training failed. `emit` gets the run's events."""
     started, run = time.time(), Run(job, emit)
-    facts = machine.facts()  # before training, because an engine may pin this process to some of its cores
-    end, evidence, enforced = failures.Failure("ok", ""), {}, dict[str, str]()
+    # before training, because an engine may pin this process to some of its cores
+    machine_facts = machine.facts()
+    end, evidence, limits = failures.Failure("ok", ""), {}, dict[str, str]()
     method = create(job.method, job.options, folders)
     try:
         run.enter("import")
-        enforced = budgets.enforce(job)
+        limits = budgets.enforce(job)
         plan = method.plan(job.workload, room_within(job.budget, job.device, job.workload))
-        run.measured["predicted"] = _predicted(plan)
+        run.measured["predicted"] = _predicted_facts(plan)
         trained = run.drive(run.build(method.settled(plan)))
         run.conclude(trained)
         run.inspect(trained)
@@ -288,7 +291,7 @@ def train_here(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Rec
     except Exception as error:
         folder = Path(inspect.getfile(type(method))).parent
         end = failures.of_exception(error, run.phase, budgets.lift(job), folder)
-        evidence = _printed(error)
+        evidence = _print_traceback(error)
     _ignore_signals()
     gc.collect()
     if "peaks" not in run.measured:
@@ -298,20 +301,20 @@ def train_here(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Rec
         key=key,
         phase=run.phase,
         clock=job.device,
-        machine=facts,
+        machine=machine_facts,
         software=machine.software(),
         started=started,
-        limits=enforced,
+        limits=limits,
         **end.changes(evidence),
         description=method.describe(job.workload, job.device),
         bit_exact=method.bit_exact if job.workload.dtype == "fp32" else method.bit_exact_in_half,
         is_exact=method.is_exact,
         **run.measured,
     )
-    return _readable(record)
+    return _checked_for_json(record)
 
 
-def _printed(error: Exception) -> dict[str, str]:
+def _print_traceback(error: Exception) -> dict[str, str]:
     """Print the error's traceback, and return it for the record's evidence."""
     text = traceback.format_exc()
     with contextlib.suppress(OSError):  # the disk of the log may be full
@@ -321,12 +324,12 @@ def _printed(error: Exception) -> dict[str, str]:
 
 def _ignore_signals() -> None:
     """From now on, when training is over, no signal interrupts the making of the record."""
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(kind) is interrupt_once:
-            signal.signal(kind, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is interrupt_once:
+            signal.signal(number, signal.SIG_IGN)
 
 
-def _readable(record: Record) -> Record:
+def _checked_for_json(record: Record) -> Record:
     """Return the record or, if JSON cannot hold its values, the record of a crash without the method's results."""
     try:
         Record.from_dict(parsed_json(json.dumps(record.to_dict(), allow_nan=False)))
@@ -349,7 +352,7 @@ def _readable(record: Record) -> Record:
     return record
 
 
-def _results(other: OtherModel) -> dict[str, Any]:
+def _facts_of_other(other: OtherModel) -> JsonObject:
     """Return what a record holds of another model, but for its tensors."""
     return {
         "workload": other.changes,
@@ -360,7 +363,7 @@ def _results(other: OtherModel) -> dict[str, Any]:
     }
 
 
-def memory_of_training(device: str) -> dict[str, Any]:
+def memory_of_training(device: str) -> JsonObject:
     """Return the record's fields about training's memory. Call this before the inspection, which also takes memory."""
     torch = sys.modules.get("torch")
     if device != "cuda" or torch is None:
@@ -369,14 +372,14 @@ def memory_of_training(device: str) -> dict[str, Any]:
     return {"peaks": budgets.device_peaks(device), "num_alloc_retries": retries}
 
 
-def _predicted(plan: Plan) -> dict[str, Any]:
+def _predicted_facts(plan: Plan) -> JsonObject:
     names = ["device", "host", "disk", "moved_bytes"]
     names += ["step_seconds", "binds"] if plan.step_seconds else []
     names += ["stages"] if plan.stages else []
     return {name: getattr(plan, name) for name in names}
 
 
-def trains_alone(job: Job) -> str:
+def complaint_about_group(job: Job) -> str:
     """Return a complaint if torch.distributed does not join all ranks of the job; else an empty text. Ranks that are
     not joined would each do the same work, and all of this work would count as throughput."""
     import torch.distributed as dist
@@ -390,7 +393,7 @@ def trains_alone(job: Job) -> str:
     )
 
 
-def _number(name: str, value: Any) -> float:
+def _parse_number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -410,14 +413,14 @@ def _end_orphan() -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def interrupt_once(number: int, frame: Any) -> None:
+def interrupt_once(signal_number: int, frame: Any) -> None:
     """A signal handler: the first signal ends training, later signals are ignored while the record is written."""
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def hand_over(record: Record, order: dict[str, Any]) -> None:
+def hand_over(record: Record, order: JsonObject) -> None:
     """Send the record to the parent, which adds the peaks and writes it, so that no file holds a result without peaks.
     If the parent has ended, write the record here with the status interrupted, so that the job is run again."""
     line = json.dumps({"event": "record", "record": record.to_dict()}) + "\n"
@@ -433,8 +436,8 @@ def hand_over(record: Record, order: dict[str, Any]) -> None:
 
 def main() -> None:
     executed_code.watch()
-    for kind in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(kind, interrupt_once)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt_once)
     order = json.loads(sys.stdin.readline())
     # This process holds the devices' locks until it ends. A child, which may live longer, must not inherit the locks.
     for lock in order["locks"]:
@@ -445,7 +448,7 @@ def main() -> None:
     job = Job.from_dict(order["job"])
     print("\n".join(log_lines.header_lines(job)), flush=True)
 
-    def emit(event: dict[str, Any]) -> None:
+    def emit(event: JsonObject) -> None:
         try:
             events.write(json.dumps(event) + "\n")
         except BrokenPipeError:

@@ -87,7 +87,7 @@ def missing_to_build(kernel: str, release: Release | None = None) -> str | None:
     kernel is already built."""
     if is_kernel_built(kernel, release):
         return None
-    if not native_build.find():
+    if not native_build.find_compiler():
         return f"DeepSpeed's {kernel} needs a compiler: apt-get install g++"
     headers = list(HEADER_PACKAGES) if kernel == "async_io" else ["Python.h"]
     missing_headers = [name for name in headers if not native_build.has_header(name)]

@@ -12,7 +12,7 @@ import pytest
 
 from harness.core import method
 from harness.core.job import Budget, Workload
-from harness.core.rates import NEEDED, Rates, of_facts
+from harness.core.rates import NEEDED_FACTS, Rates, rates_from_facts
 from harness.devices import cuda_budget, machine, named_machines, room
 from tests.support.cli import run
 
@@ -205,11 +205,11 @@ def test_a_simulated_link_is_the_links_rate() -> None:
     assert rates is not None and rates.inbound_bytes_per_second == rates.outbound_bytes_per_second == 2**30
 
 
-@pytest.mark.parametrize("missing", NEEDED)
+@pytest.mark.parametrize("missing", NEEDED_FACTS)
 def test_facts_without_a_rate_that_is_needed_make_none(missing: str) -> None:
-    facts = dict.fromkeys(NEEDED, 1.0)
-    assert of_facts(facts) is not None and of_facts({**facts, missing: "fast"}) is None
-    assert of_facts({name: value for name, value in facts.items() if name != missing}) is None
+    facts = dict.fromkeys(NEEDED_FACTS, 1.0)
+    assert rates_from_facts(facts) is not None and rates_from_facts({**facts, missing: "fast"}) is None
+    assert rates_from_facts({name: value for name, value in facts.items() if name != missing}) is None
 
 
 @pytest.mark.parametrize(
@@ -233,4 +233,4 @@ def test_a_fact_of_no_machine_is_told() -> None:
     with pytest.raises(
         ValueError, match=r"^a machine's device_flops_per_second: expected 1 to .*, got 1e-08$"
     ):
-        of_facts(dict.fromkeys(NEEDED, 1e-20))
+        rates_from_facts(dict.fromkeys(NEEDED_FACTS, 1e-20))

@@ -15,7 +15,7 @@ from cli.main import main
 from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.job import GIB, STATE_KINDS, Plan, Room, Workload, gib
-from harness.core.rates import of_facts
+from harness.core.rates import rates_from_facts
 from harness.devices import machine, named_machines
 from harness.plan.resources import least_seconds
 from methods.shared.memory_needs import file_system
@@ -274,19 +274,21 @@ def test_seconds_that_a_plan_foretells_are_told_apart_from_bounds(names: str, me
 def test_no_step_is_planned_shorter_than_its_arithmetic_its_copies_or_the_hosts_adam() -> None:
     """By hand: 4 * 32 * (24 T D^2 + 2 T S D) + 6 T V D = 57.5e12 operations at 10e12 a second; 400 GB of copies over a
     link of 10 GB/s each way; 8 GB of moments, so 1e9 parameters, at 0.05 billion a second."""
-    rates = of_facts({"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 0.05})
+    rates = rates_from_facts(
+        {"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 0.05}
+    )
     load = Workload(num_layers=32)
     assert least_seconds(load, Plan({}), rates) == pytest.approx(5.75, rel=1e-3)
     assert least_seconds(load, Plan({}, moved_bytes=40 * 10**10), rates) == 20
     assert least_seconds(load, Plan({}, {"optimizer": 8 * 10**9}), rates) == 20
     assert least_seconds(load, Plan({}, {"optimizer": 8 * 10**9}, updates_on_host=False), rates) < 6
-    assert least_seconds(load, Plan({}), of_facts({})) is None
+    assert least_seconds(load, Plan({}), rates_from_facts({})) is None
 
 
 def test_no_step_is_planned_shorter_than_what_it_reads_and_writes_in_the_hosts_memory() -> None:
     """By hand: 1e9 parameters of 28 bytes and 2e9 bytes of copies at 1e9 bytes a second."""
     facts = {"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 5}
-    rates = of_facts({**facts, "host_memory_gb_per_second": 1})
+    rates = rates_from_facts({**facts, "host_memory_gb_per_second": 1})
     plan = Plan({}, {"optimizer": 8 * 10**9}, moved_bytes=2 * 10**9)
     assert least_seconds(Workload(num_layers=32), plan, rates) == 30
 
@@ -295,10 +297,10 @@ def test_no_step_is_planned_shorter_than_what_it_reads_from_a_disk_and_writes_th
     """By hand: 60e9 bytes each way at 2e9 and 1e9 bytes a second, both ways at once; whatever its states are at home,
     no parameter is updated twice."""
     facts = {"gpu_tflops": 10, "link_gb_per_second": 10, "host_adam_gparams_per_second": 5}
-    rates = of_facts({**facts, "disk_read_gb_per_second": 2, "disk_write_gb_per_second": 1})
+    rates = rates_from_facts({**facts, "disk_read_gb_per_second": 2, "disk_write_gb_per_second": 1})
     load = Workload(num_layers=32)
     assert least_seconds(load, Plan({}, disk={"weights": 6 * 10**10}), rates) == 40
-    slow = of_facts({**facts, "host_adam_gparams_per_second": 0.1})
+    slow = rates_from_facts({**facts, "host_adam_gparams_per_second": 0.1})
     assert (
         least_seconds(load, Plan({}, disk={"optimizer": 12 * load.num_params}), slow) == load.num_params / 1e8
     )

@@ -28,7 +28,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(identity, "ROOT", copy)
-        patch.setattr(identity, "SHARED", tuple(copy / path.relative_to(ROOT) for path in identity.SHARED))
+        patch.setattr(
+            identity, "SHARED", tuple(copy / path.relative_to(ROOT) for path in identity.SHARED_FILES)
+        )
         yield copy
 
 
@@ -116,7 +118,7 @@ def test_a_compiled_module_beside_the_method_belongs_to_it(tmp_path: Path) -> No
     fast = tmp_path / f"_fast{EXTENSION_SUFFIXES[0]}"
     fast.write_bytes(b"\x7fELF")
     assert fast.resolve() in identity.closure(tmp_path / "mine.py")
-    assert not identity.Listed.of(tmp_path / "mine.py").lacks([Executed(str(fast), 0)])
+    assert not identity.CodeIdentity.of(tmp_path / "mine.py").lacks([Executed(str(fast), 0)])
 
 
 def test_a_library_beside_an_outside_method_counts(tree: Path, tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_code_in_an_archive_a_compiled_file_or_a_folder_called_site_packages_cou
     for text in ("RATE = 1\n", "RATE = 22\n"):
         write(path, text)
         monkeypatch.syspath_prepend(tmp_path / "path" / entry)  # also forgets what importlib has listed
-        hashes.append(identity.Listed.of(tmp_path / "mine.py"))
+        hashes.append(identity.CodeIdentity.of(tmp_path / "mine.py"))
     first, second = hashes
     assert first.source != second.source
     assert second.lacks([Executed(str(path), 0)]) == []
@@ -258,11 +260,11 @@ def test_a_file_that_was_executed_in_another_state_is_told(
 ) -> None:
     file = tmp_path.resolve() / "own.py"
     executed_ns = edited(file, "A = 1\n")
-    before = identity.Listed.of(file)
+    before = identity.CodeIdentity.of(file)
     executed_ns = edited(file, while_it_ran) if while_it_ran else executed_ns
     if afterwards:
         edited(file, afterwards)
-    assert before.changed([Executed(str(file), executed_ns)], identity.Listed.of(file)) == changed
+    assert before.changed([Executed(str(file), executed_ns)], identity.CodeIdentity.of(file)) == changed
 
 
 def test_a_file_of_another_name_is_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +354,7 @@ def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
     executed = [*map(str, tmp_path.rglob("*.*")), str(identity.ROOT / "harness/core/job.py")]
     executed += [str(module.__file__) for module in (json, pytest)]
     notes = [*(Executed(file, 0) for file in executed), Executed("a text in own.py line 7", None)]
-    lacking = identity.Listed.of(tmp_path / "own" / "own.py").lacks(notes)
+    lacking = identity.CodeIdentity.of(tmp_path / "own" / "own.py").lacks(notes)
     assert lacking == [
         f"{tmp_path}/other/one.py",
         f"{tmp_path}/other/one.so",
@@ -365,6 +367,6 @@ def test_of_the_executed_files_those_are_told_that_the_hash_lacks(
 def test_an_installed_package_counts_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("import yaml\n")
     before = identity.source_hash(tmp_path / "mine.py")
-    version = identity._version
+    version = identity._distribution_version
     monkeypatch.setattr(identity, "_version", lambda name: "0.0.1" if name == "yaml" else version(name))
     assert identity.source_hash(tmp_path / "mine.py") != before

@@ -206,7 +206,7 @@ def test_jobs_take_several_gpus_in_one_order(locks: Path, monkeypatch: pytest.Mo
     for visible in ("0,1", "1,0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with device_lock.turn(Job("some", TINY, {"world_size": 2}, device="cuda"), print) as held:
-            orders.append([device.path.name for device in held.held])
+            orders.append([device.path.name for device in held.devices])
     assert orders == [["harness-GPU-a.lock", "harness-GPU-b.lock"]] * 2
 
 
@@ -225,7 +225,7 @@ def test_untimed_runs_that_come_later_do_not_pass_a_timed_one(locks: Path) -> No
 
 def odd_list(**odd: object) -> str:
     """A list that has such a holder."""
-    return json.dumps({"holders": [device_lock._sign(1, "some", 1.0) | odd], "entered": 1})
+    return json.dumps({"holders": [device_lock._holder_entry(1, "some", 1.0) | odd], "entered": 1})
 
 
 ODD_LISTS = [
@@ -248,7 +248,7 @@ ODD_LISTS = [
 def test_any_list_of_holders_is_read(locks: Path, text: str) -> None:
     (locks / "harness-cpu.holders").write_text(text)
     assert device_lock.wait_seconds(Job("some", TINY)) == 0
-    assert device_lock.holder(locks / "harness-cpu.lock").startswith("another process has it")
+    assert device_lock.holders_text(locks / "harness-cpu.lock").startswith("another process has it")
     with device_lock.turn(Job("some", TINY), print, False) as held:
         assert not held.is_shared()
 

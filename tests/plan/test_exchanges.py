@@ -10,7 +10,7 @@ import pytest
 
 from harness.core.job import Room, Workload
 from harness.core.method import create, having
-from harness.core.rates import NEEDED, Rates, of_facts
+from harness.core.rates import NEEDED_FACTS, Rates, rates_from_facts
 from harness.devices import named_machines
 from harness.plan.resources import least_seconds, predicted, shared
 
@@ -156,7 +156,7 @@ def test_a_pipeline_s_messages_and_its_replicas_sums_take_the_link_s_time() -> N
 
 
 def test_devices_without_a_link_of_their_own_exchange_over_the_link_to_the_host() -> None:
-    rates = of_facts(dict.fromkeys(NEEDED, 2.0))
+    rates = rates_from_facts(dict.fromkeys(NEEDED_FACTS, 2.0))
     assert rates and rates.exchange_bytes_per_second == 2e9
     desktop, server = (named_machines.load(name).rates("bf16") for name in ("rtx4090", "h100"))
     assert desktop and desktop.exchange_bytes_per_second == desktop.outbound_bytes_per_second == 25e9

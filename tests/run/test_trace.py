@@ -26,15 +26,15 @@ from harness.run.launch import launch
 from harness.run.timeline import (
     Span,
     Timeline,
-    common,
-    length,
+    intersection,
     read_timeline,
     share,
     steps,
+    total_seconds,
     union,
     write_timeline,
 )
-from harness.run.trace import STEPS, Taking
+from harness.run.trace import NUM_TRACED_STEPS, Taking
 from harness.simulation.virtual_clock import VirtualMachine, VirtualRun, virtual_run
 from papers.figures import profile
 from papers.report import page as report
@@ -105,9 +105,11 @@ def test_the_steps_are_those_of_the_record(traced: tuple[Path, Record]) -> None:
     path, record = traced
     steps = read_timeline(path).steps
     assert [step.work for step in steps] == [
-        f"step {number}" for number in range(NUM_STEPS - STEPS + 1, NUM_STEPS + 1)
+        f"step {number}" for number in range(NUM_STEPS - NUM_TRACED_STEPS + 1, NUM_STEPS + 1)
     ]
-    assert [step.end - step.start for step in steps] == pytest.approx(record.step_seconds[-STEPS:], abs=1e-5)
+    assert [step.end - step.start for step in steps] == pytest.approx(
+        record.step_seconds[-NUM_TRACED_STEPS:], abs=1e-5
+    )
     assert record.job.trace == str(path)
 
 
@@ -161,7 +163,7 @@ def test_host_memory_is_told_of_whenever_its_taking_has_taken_twice_as_long(
 ) -> None:
     """And once more where all is taken; in the lines that people read with its rate."""
     events: list[dict] = []
-    monkeypatch.setattr(trace, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(trace, "FIRST_REPORT_SECONDS", 0.0)
     taking = Taking("cpu", events.append)
     with Device("cpu") as device:
         device.room(1000, torch.float32, host=True)
@@ -234,8 +236,8 @@ def test_shares_by_hand() -> None:
 
 def test_intervals_by_hand() -> None:
     assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.7)]) == [(0, 2), (3, 4)]
-    assert common([(0, 2), (3, 6)], [(1, 4), (5, 7)]) == [(1, 2), (3, 4), (5, 6)]
-    assert length([(0, 2), (3, 4)]) == 3
+    assert intersection([(0, 2), (3, 6)], [(1, 4), (5, 7)]) == [(1, 2), (3, 4), (5, 6)]
+    assert total_seconds([(0, 2), (3, 4)]) == 3
 
 
 def slack_seconds(timeline: Timeline) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from harness.core.job import Workload
-from harness.devices.memory_account import NAME
+from harness.devices.memory_account import SIM_NAME
 from harness.devices.memory_rehearsal import STEPS, Prediction, without_memory
 
 DROPOUT = 0.1
@@ -48,7 +48,7 @@ class _Model:
         self.ends = [self._parameter(shape) for shape in ends]
         self.layers = [[self._parameter(shape) for shape in layer] for _ in range(workload.num_layers)]
         self.parameters = [*self.ends, *(parameter for layer in self.layers for parameter in layer)]
-        self.buffer = torch.zeros(sum(parameter.numel() for parameter in self.parameters), device=NAME)
+        self.buffer = torch.zeros(sum(parameter.numel() for parameter in self.parameters), device=SIM_NAME)
         self.moments: list[Tensor] = []
         end = 0
         for parameter in self.parameters:
@@ -57,12 +57,12 @@ class _Model:
 
     @staticmethod
     def _parameter(shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, device=NAME, requires_grad=True)
+        return torch.empty(shape, device=SIM_NAME, requires_grad=True)
 
     def step(self) -> None:
         workload = self.workload
-        tokens = torch.empty(workload.batch_size, workload.seq_len, dtype=torch.int64, device=NAME)
-        mask = torch.empty(1, 1, workload.seq_len, workload.seq_len, dtype=torch.bool, device=NAME)
+        tokens = torch.empty(workload.batch_size, workload.seq_len, dtype=torch.int64, device=SIM_NAME)
+        mask = torch.empty(1, 1, workload.seq_len, workload.seq_len, dtype=torch.bool, device=SIM_NAME)
         self.buffer.zero_()
         word, position, norm, norm_bias = self.ends
         x = _dropout(F.embedding(tokens, word) + F.embedding(tokens[0], position))
@@ -111,7 +111,7 @@ def _attention(qkv: Tensor, mask: Tensor, number: int, num_heads: int) -> Tensor
         part.view(tokens, batch * num_heads, -1).transpose(0, 1)
         for part in qkv.view(tokens, batch, num_heads, -1).chunk(3, dim=-1)
     )
-    scores = torch.empty(batch * num_heads, tokens, tokens, device=NAME)
+    scores = torch.empty(batch * num_heads, tokens, tokens, device=SIM_NAME)
     scale = 1 / (math.sqrt(query.shape[-1]) * number)
     scores = torch.baddbmm(scores, query, key.transpose(1, 2), beta=0.0, alpha=scale)
     scores = (scores.view(batch, num_heads, tokens, tokens) * number).masked_fill_(mask, -10000.0)
@@ -167,7 +167,7 @@ class _CrossEntropy(torch.autograd.Function):
         highest = logits.max(dim=-1)[0]
         logits.sub_(highest.unsqueeze(-1))
         flat = logits.view(-1, logits.shape[-1])
-        chosen = flat[torch.arange(flat.shape[0], device=NAME), targets.flatten()].view_as(targets)
+        chosen = flat[torch.arange(flat.shape[0], device=SIM_NAME), targets.flatten()].view_as(targets)
         total = torch.exp(logits, out=logits).sum(dim=-1)
         logits.div_(total.unsqueeze(-1))
         context.save_for_backward(logits, targets)
@@ -177,5 +177,5 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         softmax, targets = context.saved_tensors
         flat = softmax.view(-1, softmax.shape[-1])
-        flat[torch.arange(flat.shape[0], device=NAME), targets.flatten()] -= 1.0
+        flat[torch.arange(flat.shape[0], device=SIM_NAME), targets.flatten()] -= 1.0
         return softmax.mul_(gradient.unsqueeze(-1)), None

@@ -338,7 +338,7 @@ class PlacedLayers:
         # statistics that attention keeps for its backward pass, 8 bytes for each head and token.
         num_tensors = len(workload.anatomy.layer) * workload.num_layers
         small_bytes = (
-            512 * (num_tensors + 32) + 8 * workload.batch_size * workload.num_heads * workload.seq_len
+            512 * (num_tensors + 32) + 8 * workload.num_attention_rows
         )
         small_bytes += workload.given_bytes
         return Activations(boundary_bytes, small_bytes, max(bytes_at_head, bytes_at_layer) + small_bytes)

@@ -78,7 +78,7 @@ class Launched:
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Device 0 of a CUDA whose compiler is the host's."""
-    compiler = native_build.find()
+    compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler here")
 
