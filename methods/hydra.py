@@ -22,7 +22,7 @@ from itertools import tee
 from typing import TYPE_CHECKING, Any
 
 from harness.core.job import Plan, Room, Workload
-from harness.core.method import Method, Step, Trained, Training, largest_depth, several
+from harness.core.method import Method, Step, Trained, Training, largest_depth, vary_workload
 from harness.core.option import opt
 from harness.devices import cuda_budget
 from harness.plan.resources import OPTIMIZER_BYTES
@@ -154,7 +154,7 @@ class Hydra(Method):
         from methods.sharding.dispatch import Dispatcher
 
         names = workload.anatomy.names(workload.num_layers)
-        workloads = several(workload, self.num_models, self.num_batch_sizes)
+        workloads = vary_workload(workload, self.num_models, self.num_batch_sizes)
         is_alone, is_shared = self.num_models == 1, self.num_devices > 1
         with ExitStack() as stack:
             gpu = stack.enter_context(Device(device))

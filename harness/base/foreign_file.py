@@ -99,17 +99,17 @@ def parsed_json(text: str) -> Any:
         data = None
     if data is None or not _is_limited(data):
         raise ValueError(f"expected JSON of at most {MOST_DEPTH} nested levels, got more levels, or null")
-    return writable(data) if SURROGATE.search(text) else data
+    return escape_surrogates(data) if SURROGATE.search(text) else data
 
 
-def writable(value: Any) -> Any:
+def escape_surrogates(value: Any) -> Any:
     """Return a JSON value in which surrogate characters are replaced by escapes, because no UTF-8 file can hold
     surrogates."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {writable(key): writable(entry) for key, entry in value.items()}
-    return [writable(entry) for entry in value] if isinstance(value, list) else value
+        return {escape_surrogates(key): escape_surrogates(entry) for key, entry in value.items()}
+    return [escape_surrogates(entry) for entry in value] if isinstance(value, list) else value
 
 
 def read_yaml(path: Path, as_text: bool = False) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from harness.base.checkout import ROOT
 from harness.base.foreign_file import checked, read_yaml
 from harness.base.imported_file import import_file
+from harness.base.json_object import JsonObject
 
 Name = TypeVar("Name", str, int)
 T = TypeVar("T")
@@ -112,7 +113,7 @@ def did_you_mean(name: str, known_names: Iterable[str], most_hints: int = 1) -> 
     return f"did you mean {' or '.join(known_by_lower[lower_name] for lower_name in near_names)}? "
 
 
-def read_entries(file: Path, example: str) -> dict[str, Any]:
+def read_entries(file: Path, example: str) -> JsonObject:
     """Return all entries of the file by name; the entries' fields are not checked. Raises ValueError, one line with the
     example, if the file cannot be read or does not hold entries by name."""
     try:
@@ -160,7 +161,7 @@ def read_entry(kind: type[T], entry_noun: str, name: str, files: Sequence[Path],
 
 
 @functools.lru_cache
-def _parse_entries(file: Path, changed_ns: int) -> dict[str, Any]:
+def _parse_entries(file: Path, changed_ns: int) -> JsonObject:
     """Return the parsed file. The result is cached, because parsing takes longer than computing a plan. `changed_ns`
     is the file's time of change in nanoseconds: a changed file has another time, so it is parsed again."""
-    return checked(dict[str, Any], read_yaml(file) or {})
+    return checked(JsonObject, read_yaml(file) or {})

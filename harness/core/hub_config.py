@@ -97,7 +97,7 @@ IMPLEMENTATION_FIELDS = tuple(
 ATTENTION_NAMES = (None, "sdpa", "eager")
 
 
-def read(path: Path) -> tuple[JsonObject, str]:
+def read_config(path: Path) -> tuple[JsonObject, str]:
     """Return a model's configuration and, for a model of texts and images, the type of the whole model, else "".
     `path`: a file, or a folder with a config.json. The configuration of a model of texts and images is that of the
     model's part for texts. Raises RefusedModel if the file cannot be read, or as checked_config() does."""

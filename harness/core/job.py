@@ -17,7 +17,7 @@ from harness.base.foreign_file import NO_OTHER_FIELDS
 from harness.base.json_object import JsonObject
 from harness.core import hub_config
 from harness.core.anatomy import MOST_LOGITS, Anatomy, anatomy_of
-from harness.core.option import UNSAID, opt, unsaid_of
+from harness.core.option import UNSAID, Options, opt, unsaid_of
 from harness.core.rates import Rates
 
 GIB = 2**30
@@ -382,7 +382,7 @@ class Plan:
     moved_bytes: int = 0  # bytes copied in a step, both directions together
     # bytes that a rank sends in a step, by kind: gathers, sums, messages
     exchanged: dict[str, float] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     tried: str = ""  # if the plan does not fit: text that names other options that do not fit either
     # seconds of a step by the machine's rates, or a lower bound; None: not computed
     step_seconds: float | None = None

@@ -11,14 +11,14 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self, get_type_hints
 
 from harness.base.imported_file import errors_in_one_line, guard
 from harness.base.json_object import JsonObject
 from harness.base.registry import FileRegistry, did_you_mean
 from harness.core import identity
 from harness.core.job import MOST_LAYERS, Job, Plan, Room, Workload
-from harness.core.option import Option, options_of
+from harness.core.option import Option, Options, options_of
 from harness.core.refusals import Unavailable
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ForecastTest(NamedTuple):
 class OtherModel(NamedTuple):
     """The results of one model, not the first, if several models trained by turns."""
 
-    changes: dict[str, Any]  # fields of this model's workload that differ from the first model's
+    changes: JsonObject  # fields of this model's workload that differ from the first model's
     losses: list[float]  # losses and grad_norms hold one value for each of this model's steps
     grad_norms: list[float]
     tensors: Iterable[TensorState]
@@ -66,7 +66,7 @@ class OtherModel(NamedTuple):
     skipped_steps: list[int] = []  # noqa: RUF012
 
     @classmethod
-    def of(cls, changes: dict[str, Any], steps: Sequence[Step], tensors: Iterable[TensorState]) -> OtherModel:
+    def of(cls, changes: JsonObject, steps: Sequence[Step], tensors: Iterable[TensorState]) -> OtherModel:
         return cls(
             changes,
             [float(step.loss) for step in steps],
@@ -177,7 +177,7 @@ class Method(ABC):
         config = getattr(self, "config", None)
         return isinstance(config, str) and not config.lstrip().startswith("{")
 
-    def twin_options(self, num_layers: int, twin_layers: int) -> dict[str, Any]:
+    def twin_options(self, num_layers: int, twin_layers: int) -> Options:
         """Return the options with which a model of `twin_layers` layers runs the same code as one of `num_layers`."""
         return dataclasses.asdict(self)  # type: ignore[call-overload]
 
@@ -240,7 +240,7 @@ def load(name: str, folders: tuple[Path, ...] = ()) -> type[Method]:
     return cls
 
 
-def create(name: str, options: dict[str, Any], folders: tuple[Path, ...] = ()) -> Method:
+def create(name: str, options: Options, folders: tuple[Path, ...] = ()) -> Method:
     """Return the method with these options. Raises ValueError for an unknown method, option or value."""
     cls = load(name, folders)
     allowed = option_names(cls)
@@ -348,10 +348,10 @@ def code_identity(name: str, folders: tuple[Path, ...] = ()) -> identity.CodeIde
 
 def workloads_of(job: Job) -> list[Workload]:
     """Return the workload of each of the job's models: one model, unless options of OF_SEVERAL_MODELS say more."""
-    return several(job.workload, *(job.options.get(name, 1) for name in OF_SEVERAL_MODELS))
+    return vary_workload(job.workload, *(job.options.get(name, 1) for name in OF_SEVERAL_MODELS))
 
 
-def several(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
+def vary_workload(workload: Workload, num_models: int, num_batch_sizes: int) -> list[Workload]:
     """Return the workloads of several models, each with its own pair of learning rate and batch size. There are
     `num_batch_sizes` sizes and NUM_RATES rates, each half of the one before; after the last rate the rates repeat."""
     workloads = []

@@ -9,6 +9,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from harness.base.json_object import JsonObject
+
+Options = dict[str, Any]  # values of a method's options, by field: numbers, texts or None
 OPTION = "option"  # key of a field's metadata that holds its Option
 # Metadata of a field that a workload's JSON leaves out if it has its default. A field that is added later needs it, so
 # that jobs from before it existed keep their keys.
@@ -52,7 +55,7 @@ def options_of(kind: Any) -> dict[str, Option]:
     return {field.name: field.metadata[OPTION] for field in fields if OPTION in field.metadata}
 
 
-def unsaid_of(kind: Any) -> dict[str, Any]:
+def unsaid_of(kind: Any) -> JsonObject:
     """Return the defaults that the dataclass's JSON leaves out, by field."""
     return {
         field.name: field.default

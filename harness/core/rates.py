@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.base.registry import did_you_mean
 
 # Each entry: a fact of machines.yaml, the field of Rates that the fact sets, and the factor from the fact's unit to the
@@ -88,7 +88,7 @@ class Rates:
         return self.disk_duplex_share * (self.disk_read_bytes_per_second + self.disk_write_bytes_per_second)
 
 
-def rates_from_facts(facts: dict[str, Any]) -> Rates | None:
+def rates_from_facts(facts: JsonObject) -> Rates | None:
     """Return the rates that a machine's facts give; None if a fact of NEEDED_FACTS is missing or a fact of RATE_FACTS
     is not a number. Raises ValueError for an impossible rate and for an unknown fact, which may be misspelt. Without
     the fact exchange_gb_per_second, devices exchange at the rate of the link to the host."""
@@ -99,7 +99,7 @@ def rates_from_facts(facts: dict[str, Any]) -> Rates | None:
                 f"unknown fact {name!r}: {did_you_mean(name, known_facts)}choose one of {', '.join(known_facts)}"
             )
     try:
-        rates: dict[str, Any] = {
+        rates: JsonObject = {
             rate: float(facts[fact]) * factor for fact, rate, factor in RATE_FACTS if fact in facts
         }
     except (TypeError, ValueError):

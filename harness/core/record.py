@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from harness.base.foreign_file import NO_OTHER_FIELDS, checked, read_json, writable
+from harness.base.foreign_file import NO_OTHER_FIELDS, checked, escape_surrogates, read_json
+from harness.base.json_object import JsonObject
 from harness.base.whole_file import write_whole
 from harness.core.anatomy import check_sizes
 from harness.core.job import Job
@@ -36,7 +37,7 @@ PRODUCTS_IN = "products in "
 ADDED = "added"  # name of the subfolder of a results folder that holds the records that others sent in
 if TYPE_CHECKING:
     Values = list[float]
-    Evidence: TypeAlias = dict[str, Any]
+    Evidence: TypeAlias = JsonObject
     MachineFacts: TypeAlias = Evidence
     Other: TypeAlias = Evidence
     ScheduleFacts: TypeAlias = Evidence
@@ -214,12 +215,12 @@ class Record:
     def host_peak_bytes(self) -> int:
         return self.peaks.get("host_anonymous", 0) + self.peaks.get("host_shared", 0)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the record as JSON data. If the gate passed, `gate` also has the run's speed, for other programs."""
         data = dataclasses.asdict(self)
         if (speed := self.samples_per_second) is not None:
             data["gate"][SPEED] = speed
-        return {"schema_version": SCHEMA_VERSION, **_plain(data)}
+        return {"schema_version": SCHEMA_VERSION, **_json_value(data)}
 
     @staticmethod
     def from_dict(data: Any) -> Record:
@@ -371,12 +372,12 @@ def log_stem(job: Job, window: int, second: int) -> str:
     return f"log_{job.method}_{sizes}_{day}.{second}"
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return the value in a form for JSON: infinities and NaN become text that float() reads, surrogates escapes."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {writable(key): _plain(item) for key, item in value.items()}
+        return {escape_surrogates(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return writable(value)
+        return [_json_value(item) for item in value]
+    return escape_surrogates(value)

@@ -87,12 +87,12 @@ def turn(job: Job, report: Report, is_timed: bool = True, foreseen_seconds: floa
     calls wait for each other.
     """
     with contextlib.ExitStack() as stack:
-        holds = [_held(path, job, report, is_timed, foreseen_seconds) for path in _paths(job)]
-        yield Turn([stack.enter_context(hold) for hold in holds])
+        held_devices = [_hold_device(path, job, report, is_timed, foreseen_seconds) for path in _paths(job)]
+        yield Turn([stack.enter_context(held_device) for held_device in held_devices])
 
 
 @contextlib.contextmanager
-def _held(
+def _hold_device(
     path: Path, job: Job, report: Report, is_timed: bool, foreseen_seconds: float
 ) -> Iterator[HeldDevice]:
     """Hold the lock of the device whose `.lock` is `path`, within this context; see turn()."""

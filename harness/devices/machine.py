@@ -86,7 +86,7 @@ def kernel_environment() -> dict[str, str]:
 def software() -> JsonObject:
     """Return the versions of Python and of PACKAGES (None: not installed), and this checkout's commit. A + after the
     commit says that files differ from it; None says that git does not tell the commit."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: _package_version(name) for name in PACKAGES}
     return {"python": platform.python_version(), **versions, "commit": _commit()}
 
 
@@ -343,7 +343,7 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None

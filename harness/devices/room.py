@@ -18,10 +18,11 @@ import dataclasses
 import functools
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.base.checkout import ROOT
 from harness.base.child_process import ask
+from harness.base.json_object import JsonObject
 from harness.base.whole_file import write_whole
 from harness.core.job import GIB, Budget, Job, Room, Workload, gib
 from harness.devices import cuda_budget, machine
@@ -191,7 +192,7 @@ def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
         )
 
 
-def warnings_beside(job: Job, surroundings: dict[str, Any]) -> list[str]:
+def warnings_beside(job: Job, surroundings: JsonObject) -> list[str]:
     """Return warnings for people about what uses the job's GPUs beside it. `surroundings`: machine.surroundings(),
     which lists no displays; these only take free memory."""
     others = surroundings.get("foreign_processes", ())

@@ -28,19 +28,19 @@ started: Any = None  # this process's device sim, a Compiled or a Tracker; None 
 
 
 @functools.cache
-def library() -> Library:
+def sim_library() -> Library:
     """Return the shared library of the device, which may not be compiled yet."""
     sources = tuple(Path(__file__).with_name(name) for name in ("sim.cpp", "sim.h"))
     return Library("the device sim", 20, ROOT / ".venv" / "sim", sources, (str(machine.software()["torch"]),))
 
 
 def is_built() -> bool:
-    return library().is_built
+    return sim_library().is_built
 
 
 def to_build() -> str | None:
     """Describe for people what build() would compile; None if sim is compiled already or there is no compiler."""
-    return library().to_build()
+    return sim_library().to_build()
 
 
 def build() -> None:
@@ -48,7 +48,9 @@ def build() -> None:
     torch = importlib.util.find_spec("torch")
     assert torch and torch.origin
     root = Path(torch.origin).parent
-    library().build("-std=c++20", "-O1", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10")
+    sim_library().build(
+        "-std=c++20", "-O1", f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"
+    )
 
 
 class Compiled:
@@ -59,7 +61,7 @@ class Compiled:
         import torch
 
         torch.utils.rename_privateuse1_backend("sim")
-        self.library = ctypes.CDLL(str(library().path))
+        self.library = ctypes.CDLL(str(sim_library().path))
         limits = (
             ctypes.c_size_t(size or UNLIMITED)
             for size in (budget.device_bytes, budget.host_bytes, pinned_bytes)

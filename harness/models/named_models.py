@@ -105,7 +105,7 @@ def load(name: str, file: Path = FILE) -> NamedModel | ConfiguredModel:
             model, config=hub_config.checked_config(model.config, str(file)), name=known
         )
     if Path(name).exists() or name.endswith(hub_config.FILE):
-        config, whole = hub_config.read(Path(name))
+        config, whole = hub_config.read_config(Path(name))
         return ConfiguredModel(config, name=name, part_of=whole)
     return read_entry(NamedModel, "model", name, (file,), EXAMPLE)
 

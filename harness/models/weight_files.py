@@ -79,7 +79,7 @@ def _check_config(workload: Workload, folder: Path) -> None:
     belong to other angles of positions or another epsilon of the norms."""
     if not (folder / hub_config.FILE).exists():
         return
-    config, _ = hub_config.read(folder)
+    config, _ = hub_config.read_config(folder)
     if (text := hub_config.text_of(config)) == workload.config:
         return
     heads = hub_config.sizes_of(config)["num_heads"]

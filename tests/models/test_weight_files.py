@@ -40,7 +40,7 @@ def written(folder: Path, family: str = "qwen2", dtype: str = "fp32", **changes:
 
 
 def starting_from(folder: Path, **changes: Any) -> Workload:
-    config, _ = hub_config.read(folder)
+    config, _ = hub_config.read_config(folder)
     sizes = {**hub_config.sizes_of(config), "seq_len": 16, "batch_size": 2, "learning_rate": 1.0}
     named = {"model": folder.name, "config": hub_config.text_of(config), "weights": str(folder)}
     return Workload(**{**sizes, **named, **changes})

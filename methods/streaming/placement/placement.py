@@ -337,9 +337,7 @@ class PlacedLayers:
         # Small tensors matter when a device is nearly full: gradient norms and other scalars, 512 bytes each, and the
         # statistics that attention keeps for its backward pass, 8 bytes for each head and token.
         num_tensors = len(workload.anatomy.layer) * workload.num_layers
-        small_bytes = (
-            512 * (num_tensors + 32) + 8 * workload.num_attention_rows
-        )
+        small_bytes = 512 * (num_tensors + 32) + 8 * workload.num_attention_rows
         small_bytes += workload.given_bytes
         return Activations(boundary_bytes, small_bytes, max(bytes_at_head, bytes_at_layer) + small_bytes)
 
