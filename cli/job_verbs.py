@@ -323,7 +323,7 @@ def _with_files(plans: list[Planned], call: Call) -> list[Planned]:
     if output.trace:
         if not is_single:
             raise ValueError("--trace needs a single run on this machine: one method, one size, no --on")
-        check_replaceable(output.trace, timeline.HEAD.encode())
+        check_replaceable(output.trace, timeline.FILE_START.encode())
         check_writable(output.trace.parent, "--trace")
         first = dataclasses.replace(first, trace=str(output.trace.resolve()))
     if output.save:

@@ -25,13 +25,13 @@ SPEED = "samples_per_second"
 # The statuses that count as results: a job with a result is not run again when a later call asks for the job.
 RESULTS = ("ok", "oom-device", "oom-host", "does-not-fit")
 STATUSES = (*RESULTS, "timeout", "killed", "crash", "unavailable", "interrupted")
-ONCE_IN_BUDGETS = ("rates", "page_locks")
-SHORTEST_STEP = 1e-9  # seconds
+FORMER_BUDGET_FIELDS = ("rates", "page_locks")
+SHORTEST_STEP_SECONDS = 1e-9  # seconds
 CLOCK_SECONDS = 3600.0  # most seconds by which another machine's clock may be ahead of this one's
 DEVICES = ("cpu", "cuda", "sim")
-LATEST = 253_402_300_800.0  # Unix time of the year 10000
-PASSING = ("exact", "tolerance", "twin")
-VERDICTS = (*PASSING, "failed", "untested")
+LATEST_TIME = 253_402_300_800.0  # Unix time of the year 10000
+PASSING_VERDICTS = ("exact", "tolerance", "twin")
+VERDICTS = (*PASSING_VERDICTS, "failed", "untested")
 # how a text in a record's `kernels` begins that names the dtype of matrix products
 PRODUCTS_IN = "products in "
 ADDED = "added"  # name of the subfolder of a results folder that holds the records that others sent in
@@ -68,7 +68,7 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        return self.verdict in PASSING
+        return self.verdict in PASSING_VERDICTS
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,9 @@ class Record:
     def is_lasting(self) -> bool:
         """False if the same call would run the job again: the record is no result, the run ended by a full disk or by a
         memory limit of a cluster or shell, or its code or data changed meanwhile."""
-        is_of_elsewhere = (
-            self.status == "does-not-fit" and self.phase != "plan"
-        ) or "limit_of" in self.evidence
-        return self.is_result and not is_of_elsewhere and "changed" not in self.software
+        is_disk_full = self.status == "does-not-fit" and self.phase != "plan"
+        is_of_this_place = is_disk_full or "limit_of" in self.evidence
+        return self.is_result and not is_of_this_place and "changed" not in self.software
 
     @property
     def timed_seconds(self) -> list[float]:
@@ -192,9 +191,8 @@ class Record:
         """Samples per second in a step of median duration. None if the run did not end ok, has no timed steps, or did
         not pass the gate: a method that does not train as the reference does has no throughput."""
         seconds = self.median_step_seconds
-        return (
-            self.samples_per_step / seconds if self.status == "ok" and self.gate.passed and seconds else None
-        )
+        has_speed = self.status == "ok" and self.gate.passed and seconds
+        return self.samples_per_step / seconds if has_speed and seconds else None
 
     @property
     def slowed_by(self) -> str:
@@ -207,9 +205,9 @@ class Record:
         """Seconds from the start of the process to the end of the first step: imports, data, building the model, one
         step. None if the first step's seconds are not known, as in most imported logs."""
         before = ("process", "start", "import", "data", "build")
-        spent = sum(self.phase_seconds.get(phase, 0.0) for phase in before)
+        seconds_before = sum(self.phase_seconds.get(phase, 0.0) for phase in before)
         first = self.step_seconds[0] if self.step_seconds and self.interval_steps == 1 else None
-        return None if first is None else spent + first
+        return None if first is None else seconds_before + first
 
     @property
     def host_peak_bytes(self) -> int:
@@ -231,10 +229,10 @@ class Record:
         fields = {name: value for name, value in data.items() if name != "schema_version"}
         if isinstance(verdict := fields.get("gate"), dict):  # the speed is derived anew
             fields["gate"] = {name: value for name, value in verdict.items() if name != SPEED}
-        with suppress(KeyError, TypeError, AttributeError):  # older budgets have the fields ONCE_IN_BUDGETS
-            budget = {
-                name: value for name, value in fields["job"]["budget"].items() if name not in ONCE_IN_BUDGETS
-            }
+        # older budgets have the fields FORMER_BUDGET_FIELDS
+        with suppress(KeyError, TypeError, AttributeError):
+            budget_fields = fields["job"]["budget"].items()
+            budget = {name: value for name, value in budget_fields if name not in FORMER_BUDGET_FIELDS}
             fields["job"] = {**fields["job"], "budget": budget}
         record = checked(Record, fields)
         if wrong := record._contradiction():
@@ -254,7 +252,7 @@ class Record:
                 return f"gate.evidence.{name}: expected at least 1, got {number}"
         if self.interval_steps < 1:
             return f"expected interval_steps of at least 1, got {self.interval_steps}"
-        if not 0 <= self.started < LATEST:
+        if not 0 <= self.started < LATEST_TIME:
             return f"expected started as seconds from 1970 to the year 9999, got {self.started:g}"
         if self.status not in STATUSES:
             return f"expected a status of {', '.join(STATUSES)}, got {self.status!r}"
@@ -263,17 +261,19 @@ class Record:
         if self.gate.verdict not in VERDICTS:
             return f"expected a verdict of {', '.join(VERDICTS)}, got {self.gate.verdict!r}"
         if self.gate.passed and self.status == "ok":
-            fewest = self.job.steps if self.origin == "run" else 1  # an imported log may hold fewer values
+            # an imported log may hold fewer values
+            least_values = self.job.steps if self.origin == "run" else 1
             for name, values in (("losses", self.losses), ("step_seconds", self.step_seconds)):
-                number = sum(value is not None and math.isfinite(value) for value in values)
-                if number < fewest or len(values) > self.job.steps:
-                    return f"expected {fewest} finite {name} beside the verdict {self.gate.verdict}, got {number}"
+                num_finite = sum(value is not None and math.isfinite(value) for value in values)
+                if num_finite < least_values or len(values) > self.job.steps:
+                    expected = f"expected {least_values} finite {name} beside the verdict {self.gate.verdict}"
+                    return f"{expected}, got {num_finite}"
         intervals = -(-self.job.steps // self.interval_steps)
         if len(self.step_seconds) > intervals:
             return f"expected at most {intervals} step_seconds, got {len(self.step_seconds)}"
         for seconds in self.step_seconds:
-            if seconds is not None and not SHORTEST_STEP <= seconds < math.inf:
-                return f"expected step_seconds from {SHORTEST_STEP:g} and finite, got {seconds}"
+            if seconds is not None and not SHORTEST_STEP_SECONDS <= seconds < math.inf:
+                return f"expected step_seconds from {SHORTEST_STEP_SECONDS:g} and finite, got {seconds}"
         return ""
 
     def write(self, path: Path) -> None:
@@ -308,13 +308,13 @@ def read_all(folder: Path) -> tuple[dict[Path, Record], list[str]]:
         except ValueError as error:
             complaints.append(str(error))
     ordered: dict[Path, Record] = {}
-    first: dict[Any, Path] = {}  # for each value that marks() returns: the oldest file with this value
+    first_path: dict[Any, Path] = {}  # for each value that marks() returns: the oldest file with this value
     now = time.time()
     for path, record in sorted(records.items(), key=lambda item: (_age(item[1], now), item[0].name)):
         if _age(record, now) != record.started:
             complaints.append(f"{path}: written by a clock that is ahead, so it counts as the oldest")
-        same = [first.setdefault(mark, path) for mark in marks(record)]
-        if other := next((same_path for same_path in same if same_path != path), None):
+        paths_of_marks = [first_path.setdefault(mark, path) for mark in marks(record)]
+        if other := next((first for first in paths_of_marks if first != path), None):
             complaints.append(f"{path}: the same measurement as {other.name}, which counts once")
         else:
             ordered[path] = record
@@ -367,8 +367,8 @@ def new_stem(folder: Path, job: Job) -> Path:
 
 def log_stem(job: Job, window: int, second: int) -> str:
     """Return a log's file name by the published pattern, without .txt."""
-    load, day = job.workload, time.strftime("%Y-%m-%d", time.gmtime(second))
-    sizes = f"l-{load.num_layers}_hs-{load.hidden_size}_bs-{load.batch_size}_ws-{window}"
+    workload, day = job.workload, time.strftime("%Y-%m-%d", time.gmtime(second))
+    sizes = f"l-{workload.num_layers}_hs-{workload.hidden_size}_bs-{workload.batch_size}_ws-{window}"
     return f"log_{job.method}_{sizes}_{day}.{second}"
 
 
@@ -377,7 +377,7 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {escape_surrogates(key): _json_value(item) for key, item in value.items()}
+        return {escape_surrogates(key): _json_value(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
+        return [_json_value(entry) for entry in value]
     return escape_surrogates(value)

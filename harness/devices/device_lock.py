@@ -29,7 +29,7 @@ from harness.base.console import counted
 from harness.base.foreign_file import read_json
 from harness.base.json_object import JsonObject
 from harness.core.job import Job
-from harness.core.record import LATEST
+from harness.core.record import LATEST_TIME
 from harness.devices import machine
 
 Report = Callable[[JsonObject], None]
@@ -231,7 +231,7 @@ def _is_holder_entry(entry: Any) -> bool:
     times."""
     is_whole = isinstance(entry["number"], int) and isinstance(entry["pid"], int)
     is_named = isinstance(entry["job"], str) and len(entry["job"]) <= MOST_CHARACTERS
-    is_possible_time = 0 <= entry["since"] < LATEST and 0 <= entry["foreseen_seconds"] < LATEST
+    is_possible_time = 0 <= entry["since"] < LATEST_TIME and 0 <= entry["foreseen_seconds"] < LATEST_TIME
     return is_whole and 0 < entry["pid"] < 2**31 and is_named and is_possible_time
 
 

@@ -21,8 +21,10 @@ from harness.core.method import Unavailable
 from harness.core.native_build import Library
 from harness.devices import machine
 
-STATS = [f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")]
-UNLIMITED = 2**63  # bytes
+STAT_NAMES = [
+    f"{memory}_{count}" for memory in ("device", "host", "pinned") for count in ("allocated", "peak")
+]
+UNLIMITED_BYTES = 2**63  # bytes
 
 started: Any = None  # this process's device sim, a Compiled or a Tracker; None before start() is called
 
@@ -63,19 +65,19 @@ class Compiled:
         torch.utils.rename_privateuse1_backend("sim")
         self.library = ctypes.CDLL(str(sim_library().path))
         limits = (
-            ctypes.c_size_t(size or UNLIMITED)
+            ctypes.c_size_t(size or UNLIMITED_BYTES)
             for size in (budget.device_bytes, budget.host_bytes, pinned_bytes)
         )
         self.library.sim_start(*limits, ctypes.c_double(budget.link_bytes_per_second or 0.0))
         self.reset_peaks, self.lift = self.library.sim_reset_peaks, self.library.sim_lift
-        torch._register_device_module("sim", _module(self))
+        torch._register_device_module("sim", _sim_module(self))
 
     def stats(self) -> dict[str, int]:
         """Return the bytes in use and the peak bytes of each memory: device, host (page-locked memory included), and
         pinned (page-locked memory alone)."""
-        numbers = (ctypes.c_size_t * len(STATS))()
+        numbers = (ctypes.c_size_t * len(STAT_NAMES))()
         self.library.sim_stats(numbers)
-        return dict(zip(STATS, numbers, strict=True))
+        return dict(zip(STAT_NAMES, numbers, strict=True))
 
 
 def start(budget: Budget, pinned_bytes: int | None = None) -> dict[str, str]:
@@ -104,7 +106,7 @@ def peaks() -> dict[str, int]:
     return {name: started.stats()[stat] for name, stat in names.items()} if started else {}
 
 
-def _module(sim: Compiled) -> types.ModuleType:
+def _sim_module(sim: Compiled) -> types.ModuleType:
     """Return the module torch.sim, which has the functions of a device that torch and the engines call."""
     import torch
 
@@ -115,9 +117,9 @@ def _module(sim: Compiled) -> types.ModuleType:
     )
     module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
     module.is_initialized, module.set_device = lambda: True, lambda device: None
-    computes = torch._C._autograd.DeviceType.PrivateUse1.value
+    device_type = torch._C._autograd.DeviceType.PrivateUse1.value
     module.default_stream = lambda device=None: torch.Stream(
-        stream_id=0, device_index=0, device_type=computes
+        stream_id=0, device_index=0, device_type=device_type
     )
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.stream = lambda stream: stream  # a stream is its own context manager

@@ -21,9 +21,9 @@ from harness.core.method import Unavailable
 from harness.devices.exchange import Ranks
 from harness.devices.update_threads import Workers
 
-PART_BYTES = 32 * 2**20  # bytes of new host memory that one core touches in one task
-NO_MEMORY = 2  # CUDA's error code cudaErrorMemoryAllocation
-UNNOTED = nullcontext()  # the context around work in a run without a trace
+TOUCHED_BYTES = 32 * 2**20  # bytes of new host memory that one core touches in one task
+CUDA_NO_MEMORY = 2  # CUDA's error code cudaErrorMemoryAllocation
+UNTRACED = nullcontext()  # the context around work in a run without a trace
 
 
 class HostStream:
@@ -123,7 +123,7 @@ class Device:
         # a pool may wait for pools before it
         self._threads: list[Any] = [self.workers, self.returner, self.copier]
         self.moved_bytes = 0
-        # numbers the layers' homes in the order of the forward pass
+        # counts the layers' homes on the host, in the order of the forward pass
         self.next_place = itertools.count().__next__
         self._page_locked: list[torch.UntypedStorage] = []
         # Memory must be unlocked before it is unmapped, or the machine keeps it and cannot lock its address again. So
@@ -144,7 +144,7 @@ class Device:
         """Return a context that marks a piece of work for a trace; callers enter it after the work's waits. `track`: a
         stream ("compute", "inbound", "outbound") or a host thread; `work`: the kind; `of`: the part of the model."""
         note = self.streams.span
-        return UNNOTED if note is None else note(getattr(self, track, None), track, work, of)
+        return UNTRACED if note is None else note(getattr(self, track, None), track, work, of)
 
     def threads(self, num_threads: int) -> Any:
         """Make another pool of host threads. The device shuts the pool down when the device's context ends."""
@@ -165,13 +165,10 @@ class Device:
     def _pages(self, numel: int, dtype: torch.dtype) -> Tensor:
         slab = pages(numel, dtype, is_inherited=self.name.type != "cuda")
         # All cores touch the new pages now; otherwise one core would touch all of them in the first step.
-        whole = slab.view(torch.uint8).numpy()
+        slab_bytes = slab.view(torch.uint8).numpy()
         with ThreadPoolExecutor() as pool:
-            list(
-                pool.map(
-                    lambda start: whole[start : start + PART_BYTES].fill(0), range(0, len(whole), PART_BYTES)
-                )
-            )
+            starts = range(0, len(slab_bytes), TOUCHED_BYTES)
+            list(pool.map(lambda start: slab_bytes[start : start + TOUCHED_BYTES].fill(0), starts))
         if self.name.type == "cuda":
             self.page_lock(slab.untyped_storage())
         return slab
@@ -183,7 +180,7 @@ class Device:
         if code:
             with suppress(RuntimeError):  # CUDA raises the error again at the next call, which is this one
                 torch.zeros((), device=self.name)
-        if code == NO_MEMORY:
+        if code == CUDA_NO_MEMORY:
             raise torch.OutOfMemoryError(
                 f"cannot page-lock {memory.nbytes()} bytes of host memory: CUDA error {code}"
             )
@@ -196,11 +193,10 @@ class Device:
     def unlock_room(self, slab: Tensor) -> None:
         """Wait for all work queued on the device, then unlock a slab that room() made on the host. Afterwards the slab
         may be dropped."""
-        locked = [memory for memory in self._page_locked if memory.data_ptr() == slab.data_ptr()]
-        self._page_locked[:] = [
-            memory for memory in self._page_locked if memory.data_ptr() != slab.data_ptr()
-        ]
-        unlock(locked, self.name)
+        address = slab.data_ptr()
+        slab_memory = [memory for memory in self._page_locked if memory.data_ptr() == address]
+        self._page_locked[:] = [memory for memory in self._page_locked if memory.data_ptr() != address]
+        unlock(slab_memory, self.name)
 
     def synchronize(self, *pending: Future) -> None:
         """Wait for these futures, then for everything queued on the three streams."""

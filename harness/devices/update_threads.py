@@ -34,7 +34,7 @@ class Workers:
     def __init__(self, pool: ThreadPoolExecutor, num_threads: int) -> None:
         self._pool, self._num_threads = pool, num_threads
         self._lock = threading.Lock()
-        self._asked = itertools.count()
+        self._request_numbers = itertools.count()
         self._waiting: list[Update] = []  # updates that have chunks left, sorted by deadline
 
     def update(
@@ -44,7 +44,7 @@ class Workers:
         Return at once, with a future that ends with the update. Among updates whose gradient has landed, the update
         with the earliest deadline comes first."""
         with self._lock:
-            update = Update(next(self._asked), deadline, landed, num_chunks, work)
+            update = Update(next(self._request_numbers), deadline, landed, num_chunks, work)
             bisect.insort(self._waiting, update, key=lambda waiting: waiting.deadline)
         self._pool.submit(self._take)
         return update.done
@@ -67,28 +67,28 @@ class Workers:
             if not self._waiting:
                 return False
             # If no gradient has landed yet, take the update that was requested first, whose gradient will land first.
-            landed = (update for update in self._waiting if _may_begin(update.landed))
-            update = next(landed, None) or min(self._waiting, key=lambda waiting: waiting.number)
-            first, left = update.num_taken, update.num_chunks - update.num_taken
+            landed_updates = (update for update in self._waiting if _may_begin(update.landed))
+            update = next(landed_updates, None) or min(self._waiting, key=lambda waiting: waiting.number)
+            first_chunk, chunks_left = update.num_taken, update.num_chunks - update.num_taken
             # The first shares of an update are large, because taking a share costs time. The last shares are small, so
             # that all threads end at nearly the same time.
-            share = max(1, left // (2 * self._num_threads))
-            update.num_taken += share
+            num_chunks = max(1, chunks_left // (2 * self._num_threads))
+            update.num_taken += num_chunks
             if update.num_taken == update.num_chunks:
                 self._waiting.remove(update)
-            is_more, goes_on = bool(self._waiting), False
-        if is_more:
+            has_more, goes_on = bool(self._waiting), False
+        if has_more:
             try:
                 self._pool.submit(self._take)  # lets any thread take the next chunks
             except RuntimeError:
                 goes_on = True
         error: Exception | None = None
         try:
-            update.work(first, first + share)
+            update.work(first_chunk, first_chunk + num_chunks)
         except Exception as raised:
             error = raised
         with self._lock:
-            update.num_done += share
+            update.num_done += num_chunks
             is_over = not update.done.done() and (error is not None or update.num_done == update.num_chunks)
         if is_over and error is not None:
             update.done.set_exception(error)

@@ -21,7 +21,7 @@ import torch
 from harness.base.console import counted
 from harness.base.json_object import JsonObject
 from harness.core.job import Job
-from harness.devices.streams import STREAMS, UNNOTED
+from harness.devices.streams import STREAMS, UNTRACED
 from harness.run.timeline import Span, Timeline, steps, write_timeline
 
 FIRST_REPORT_SECONDS = 1.0  # total seconds of allocations of host memory at which the first report comes
@@ -42,7 +42,7 @@ class Trace:
         self.streams.span = self.span
 
     def span(self, stream: Any, track: str, work: str, of: str) -> AbstractContextManager[None]:
-        return self._noted(stream, track, work, of) if self.is_on else UNNOTED
+        return self._noted(stream, track, work, of) if self.is_on else UNTRACED
 
     @contextmanager
     def _noted(self, stream: Any, track: str, work: str, of: str) -> Iterator[None]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.core.method import TensorState
-from harness.devices.streams import STREAMS, UNNOTED
+from harness.devices.streams import STREAMS, UNTRACED
 from methods.pipeline.batches import (
     Inputs,
     MeanCheck,
@@ -472,7 +472,7 @@ def trace_note(device: torch.device, work: str, micro_batch: int) -> AbstractCon
     streams = STREAMS[device.type]
     span: Any = streams.span
     if span is None:
-        return UNNOTED
+        return UNTRACED
     if work in ("forward", "recompute", "backward"):
         # passes run on the device's stream, messages in this thread
         return span(streams.current(), "compute", work, f"micro-batch {micro_batch}")

@@ -17,7 +17,7 @@ from typing import Any
 from harness.base.console import counted
 from harness.core import method
 from harness.core.job import Job, Workload
-from harness.core.log_lines import INTERVAL
+from harness.core.log_lines import INTERVAL_STEPS
 from harness.core.record import STATUSES, Record
 from papers.logs.parse import ENDS, Interval, NotALog, RawLog, scalar
 
@@ -281,7 +281,9 @@ def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
         for interval in log.intervals
         if 0 < interval.iteration <= steps and interval.total == total
     }
-    interval_steps = min(INTERVAL, steps) if log.first_line else _whole(log.arguments.get("log_interval"))
+    interval_steps = _whole(log.arguments.get("log_interval"))
+    if log.first_line:
+        interval_steps = min(INTERVAL_STEPS, steps)
     num_fitting = sum(step % interval_steps == 0 for step in intervals) if interval_steps else 0
     if not interval_steps or (intervals and num_fitting * 2 <= len(intervals)):
         interval_steps = math.gcd(*intervals) or 1
