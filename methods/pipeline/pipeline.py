@@ -391,7 +391,10 @@ class Varuna(nn.Module):
                 tensors = [torch.empty(shape) for _ in range(3)]
             if source:
                 for tensor in tensors:
-                    dist.send(tensor, 0) if self.rank else dist.recv(tensor, source)
+                    if self.rank:
+                        dist.send(tensor, 0)
+                    else:
+                        dist.recv(tensor, source)
             if self.rank == 0:
                 yield TensorState(name, *tensors)
         self._passes.close()

@@ -16,7 +16,7 @@ from methods.pipeline.engine import Compute, Note, unnoted
 from methods.pipeline.setup import StageSetup
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-LOSS = torch.empty((), device="meta")  # stands for the last stage's output, a scalar loss
+LOSS_ON_META = torch.empty((), device="meta")  # stands for the last stage's output, a scalar loss
 
 
 class NumberedModule(nn.Module):
@@ -60,8 +60,8 @@ class TorchSchedule:
             setup.stage,
             setup.num_stages,
             setup.device,
-            input_args=tuple(map(_on_meta, setup.received(setup.micro_batch_sizes[0]))),
-            output_args=tuple(map(_on_meta, setup.sent(setup.micro_batch_sizes[0]) or [LOSS])),
+            input_args=tuple(map(_meta_like, setup.received(setup.micro_batch_sizes[0]))),
+            output_args=tuple(map(_meta_like, setup.sent(setup.micro_batch_sizes[0]) or [LOSS_ON_META])),
             group=group or dist.group.WORLD,
         )
         stage.note = note  # type: ignore[method-assign]
@@ -82,5 +82,5 @@ class TorchSchedule:
     def close(self) -> None: ...
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
+def _meta_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)

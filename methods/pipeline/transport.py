@@ -92,18 +92,11 @@ class Inbox:
         while messages or messages_under_way:
             while messages and len(messages_under_way) < MOST_MESSAGES_IN_FLIGHT:
                 micro_batch, specs = messages.popleft()
-                tensors = [empty_tensor(spec) for spec in specs]
-                messages_under_way.append(
-                    [
-                        (
-                            tensor,
-                            dist.irecv(
-                                tensor, self.peer_rank, tag=tag_of(self.message_kind, micro_batch, index)
-                            ),
-                        )
-                        for index, tensor in enumerate(tensors)
-                    ]
-                )
+                tensors_and_works = []
+                for index, spec in enumerate(specs):
+                    tensor, tag = empty_tensor(spec), tag_of(self.message_kind, micro_batch, index)
+                    tensors_and_works.append((tensor, dist.irecv(tensor, self.peer_rank, tag=tag)))
+                messages_under_way.append(tensors_and_works)
             message = messages_under_way.popleft()
             for _, work in message:
                 # A day is longer than any pause of a healthy peer; take() reports a lost peer long before.
@@ -125,15 +118,11 @@ class Outbox:
         while len(self.messages_under_way) >= MOST_MESSAGES_IN_FLIGHT:
             self._wait()
         host_tensors = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
-        self.messages_under_way.append(
-            [
-                (
-                    tensor,
-                    dist.isend(tensor, self.peer_rank, tag=tag_of(self.message_kind, micro_batch, index)),
-                )
-                for index, tensor in enumerate(host_tensors)
-            ]
-        )
+        tensors_and_works = []
+        for index, tensor in enumerate(host_tensors):
+            tag = tag_of(self.message_kind, micro_batch, index)
+            tensors_and_works.append((tensor, dist.isend(tensor, self.peer_rank, tag=tag)))
+        self.messages_under_way.append(tensors_and_works)
 
     def finish(self) -> None:
         while self.messages_under_way:

@@ -413,7 +413,10 @@ class Profiler:
         for _ in range(NUM_RUNS + 1):
             began_at = time.perf_counter()
             for is_sender in (is_first, not is_first):
-                dist.send(message, peer) if is_sender else dist.recv(message, peer)
+                if is_sender:
+                    dist.send(message, peer)
+                else:
+                    dist.recv(message, peer)
             seconds.append(time.perf_counter() - began_at)
         return seconds
 
@@ -434,7 +437,8 @@ class Profiler:
             for summed_bytes in sorted({num_bytes // 8, num_bytes}):
                 self._meet()
                 seconds = []
-                for _ in range((NUM_RUNS + 1) * (self.rank < distance * num_ranks)):
+                num_runs = NUM_RUNS + 1 if self.rank < distance * num_ranks else 0
+                for _ in range(num_runs):
                     tensor = torch.zeros(summed_bytes // 4, device=self.device)
                     self._synchronize()
                     began_at = time.perf_counter()
