@@ -25,7 +25,7 @@ from harness.devices import named_machines
 from harness.devices.room import check_budget, host_bytes_at, less_imports, room_within
 from harness.gate.probe import Extent
 from harness.jobs import size_search, verdict_table
-from harness.jobs.command import next_calls_of
+from harness.jobs.command import suggest_commands
 from harness.jobs.progress import print_results, reporter
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, resolve
@@ -147,7 +147,7 @@ def search(context: click.Context) -> None:
 @search.command(cls=WithMethods, context_settings={"default_map": PROBE})
 @click.option(
     "--of",
-    type=click.Choice(size_search.OF),
+    type=click.Choice(size_search.AXES),
     default=size_search.LAYERS,
     help="Size to search: layers, samples per step, tokens per sample, or tokens per step.",
 )
@@ -169,16 +169,16 @@ def largest(
     Every probe is a run with a record. So the same call continues an interrupted search, or shows the table of a
     finished one.
     """
-    from harness.jobs.largest_size import FEWEST_STEPS, Probes, find_largest, row_texts
+    from harness.jobs.largest_size import FEWEST_STEPS, Probes, answer_texts, find_largest
 
     if values["steps"] < FEWEST_STEPS:
         raise ValueError(f"--steps: expected at least {FEWEST_STEPS} in a search, got {values['steps']}")
     if len(values["model"]) > 1:
         raise ValueError("expected one model, got several; try a search for each")
-    grows = size_search.OPTIONS[of]
+    grows = size_search.GROWN_FIELDS[of]
     is_limited = context.get_parameter_source(grows) is ParameterSource.COMMANDLINE
     limit = max(values[grows]) if is_limited else None
-    parts = size_search.num_parts(values["micro_batches"], values["world_size"] or 1)
+    parts = size_search.total_micro_batches(values["micro_batches"], values["world_size"] or 1)
     least = {"num_layers": 1, "batch_size": parts, "seq_len": max(values["seq_len"])}[grows]
     folders, folder = method_folders(values), values["results"]
     jobs = make_jobs({**values, grows: [least]}, folders)
@@ -188,13 +188,13 @@ def largest(
         runs = Sweep(folder, folders, report, values["rerun"], probe=extent)
         probes = [Probes(runs, job, of) for job in jobs]
         check_writable(folder)
-        answers = [find_largest(probe, repeats, probe.most(limit)) for probe in probes]
+        answers = [find_largest(probe, repeats, probe.size_limit(limit)) for probe in probes]
     records = [answer.pop("record") for answer in answers]
     if as_json:
         for answer in answers:
             print(json.dumps({"event": "answer", **answer}))
     else:
-        rows = [row_texts(answer) for answer in answers]
+        rows = [answer_texts(answer) for answer in answers]
         print_table(list(rows[0]), [row.values() for row in rows], has_lines=True)
     sys.exit(exit_codes.of_records([record for record in records if record], is_sweep=True))
 
@@ -336,9 +336,9 @@ def _with_files(plans: list[Planned], call: Call) -> list[Planned]:
         check_writable(output.save.resolve().parent, "--save")
         first = dataclasses.replace(first, save=str(output.save.resolve()))
     if output.table:
-        if verdict_table.columns(call.jobs) is None:
+        if verdict_table.model_heads(call.jobs) is None:
             raise ValueError("--out: expected models of different layers or width as columns, got two alike")
-        check_replaceable(output.table, f"# {verdict_table.TITLE}".encode())
+        check_replaceable(output.table, f"# {verdict_table.TABLE_TITLE}".encode())
         check_writable(output.table.resolve().parent, "--out")
     return [plans[0]._replace(job=first), *plans[1:]]
 
@@ -346,9 +346,9 @@ def _with_files(plans: list[Planned], call: Call) -> list[Planned]:
 def _show_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], output: Output) -> None:
     """Print the verdicts as a table, methods by models, and write it to the file of --out. Do nothing if two models
     have the same layers and width."""
-    if (models := verdict_table.columns(jobs)) is None:
+    if (models := verdict_table.model_heads(jobs)) is None:
         return
-    heads, rows = ["method", *models.values()], verdict_table.rows(jobs, outcomes)
+    heads, rows = ["method", *models.values()], verdict_table.verdict_rows(jobs, outcomes)
     if not output.as_json:
         print_table(heads, rows, has_lines=True)
     if output.table:
@@ -357,7 +357,7 @@ def _show_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], outpu
         for job, outcome in zip(jobs, outcomes, strict=True):
             if isinstance(outcome, str):
                 refused.setdefault(job.method, f"refused, such as {outcome}")
-        table = verdict_table.Table(verdict_table.TITLE, heads, rows, list(refused.values()))
+        table = verdict_table.Table(verdict_table.TABLE_TITLE, heads, rows, list(refused.values()))
         verdict_table.write_markdown(output.table, command, table)
 
 
@@ -373,7 +373,7 @@ def _draft(place: Place | None, jobs: list[Job], call: Call) -> None:
 def _advise(call: Call) -> None:
     """Print commands that the user may call instead of these jobs, which do not fit. For another place than this
     machine, leave out the commands that put layers on a disk of this machine."""
-    for command, why in next_calls_of(call.jobs, call.folders):
+    for command, why in suggest_commands(call.jobs, call.folders):
         arguments = shlex.split(command)
         if not call.place.is_local and "--disk" in arguments:
             continue

@@ -125,7 +125,7 @@ def quick_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_probes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps judge without the gate's probe, which takes several trainings: but for the tests marked `probe`."""
     extent = probe.Extent() if request.node.get_closest_marker("probe") else probe.NONE
-    monkeypatch.setattr("harness.jobs.sweep.PROBES", extent)
+    monkeypatch.setattr("harness.jobs.sweep.DEFAULT_EXTENT", extent)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from harness.base.console import counted, print_table
 from harness.core import method
 from harness.core.job import MEMORIES, Job, Room, gib, params_text
 from harness.devices import named_machines
-from harness.jobs.command import command, minutes, usual_device
+from harness.jobs.command import command_of, default_device, total_duration_text
 from harness.plan.advise import Decision, Remedy, is_usable, name_text, off_text, settings_text
 from harness.plan.run_time import duration_text
 from harness.plan.training_place import TrainingPlace
@@ -63,7 +63,7 @@ def calls_of_decision(place: TrainingPlace, decision: Decision) -> dict[str, str
     row = decision.chosen
     if row is None:
         return _calls_without(place, decision)
-    call = command(_chosen_job(place, decision), is_short=True)
+    call = command_of(_chosen_job(place, decision), is_short=True)
     return {HERE: call} if place.name is None else {f"on {place.name}": call, HERE: _plan(place, call)}
 
 
@@ -74,7 +74,7 @@ def _chosen_job(place: TrainingPlace, decision: Decision) -> Job:
         {"disk": row["options"]["disk"]} if row["disk"] and "disk" in row["options"] else {}
     )
     load = replace(decision.workload, batch_size=row["batch_size"], micro_batches=row["micro_batches"])
-    return Job(row["method"], load, options, place.budget, usual_device(place.budget))
+    return Job(row["method"], load, options, place.budget, default_device(place.budget))
 
 
 def cost(place: TrainingPlace, decision: Decision, folders: tuple[Path, ...]) -> str:
@@ -84,7 +84,7 @@ def cost(place: TrainingPlace, decision: Decision, folders: tuple[Path, ...]) ->
         return ""
     job = _chosen_job(place, decision)
     if place.name is None:
-        return minutes(job, folders)
+        return total_duration_text(job, folders)
     seconds = job.steps * decision.chosen["step_seconds"]
     return f"{counted(job.steps, 'step')} in about {duration_text(seconds)}; its reference and its probe come on top"
 
@@ -113,8 +113,8 @@ def _calls_without(place: TrainingPlace, decision: Decision) -> dict[str, str]:
         batch_size=deepest["batch_size"],
         micro_batches=deepest["micro_batches"],
     )
-    job = Job(deepest["method"], least, deepest["asked"], place.budget, usual_device(place.budget))
-    call = command(job, is_short=True)
+    job = Job(deepest["method"], least, deepest["asked"], place.budget, default_device(place.budget))
+    call = command_of(job, is_short=True)
     return {HERE: call} if place.name is None else {f"on {place.name}": call, HERE: _plan(place, call)}
 
 

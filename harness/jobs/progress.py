@@ -11,16 +11,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.base.console import counted, is_notebook, print_table, readable, terminal
+from harness.base.json_object import JsonObject
 from harness.core.job import Job, gib, params_text
 from harness.core.record import Record
 from harness.devices.room import device_limit_bytes, host_limit_bytes
 from harness.plan import run_time
 from harness.run.launch import Report
 
-LEAST_FORETOLD = 30.0  # seconds; a shorter remaining time is not reported
-LEAST_REPORTED = 2.0  # seconds; a shorter duration of a run is not reported
-FEWEST_TIMED = 5  # least number of timed steps whose median is reliable
-UNEXPLAINED = ("crash", "killed", "timeout")  # statuses of runs whose log tells more than the record
+# What a run reports: its kind under "event", and further values, among them a Job, a Plan or a Record.
+Event = dict[str, Any]
+LEAST_REMAINING_SECONDS = 30.0  # a shorter remaining time is not reported
+LEAST_RUN_SECONDS = 2.0  # a shorter duration of a run is not reported
+FEWEST_TIMED_STEPS = 5  # least number of timed steps whose median is reliable
+LOG_STATUSES = ("crash", "killed", "timeout")  # statuses of runs whose log tells more than the record
 
 
 @contextmanager
@@ -31,39 +34,43 @@ def reporter(as_json: bool) -> Iterator[Report]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        text, numbers = (
-            TextColumn(what, markup=False) for what in ("{task.description}", "{task.fields[numbers]}")
-        )
-        columns = (text, BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
+        title = TextColumn("{task.description}", markup=False)
+        numbers = TextColumn("{task.fields[numbers]}", markup=False)
+        columns = (title, BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn())
         with Progress(*columns, console=Console(file=terminal()), transient=True) as progress:
             yield _Bar(progress).report
     else:
         yield _Lines().report
 
 
-def _print_json(event: dict[str, Any]) -> None:
-    as_data: dict[str, Any] = {"record": summary, "job": dataclasses.asdict, "plan": dataclasses.asdict}
-    plain = {name: as_data[name](value) if name in as_data else value for name, value in event.items()}
-    print(json.dumps(plain), flush=True)
+def _print_json(event: Event) -> None:
+    json_values = dict(event)
+    if "record" in event:
+        json_values["record"] = record_summary(event["record"])
+    for key in ("job", "plan"):
+        if key in event:
+            json_values[key] = dataclasses.asdict(event[key])
+    print(json.dumps(json_values), flush=True)
 
 
-def _title(event: dict[str, Any]) -> str:
-    """Return a job's title: its number or role, the method and the sizes. The sizes are told because a reference's may
-    differ from its job's."""
+def _job_title(event: Event) -> str:
+    """Return a job's title: its number or role, the method and the sizes. The title has the sizes
+    because a reference may have other sizes than its job."""
     job: Job = event["job"]
     load = job.workload
-    place = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
+    number_or_role = f"[{event['index']}/{event['total']}] " if "index" in event else f"({event['role']}) "
     sizes = f"{load.layers_text} x {load.hidden_size}, batch {load.batch_size} x {load.seq_len} tokens"
-    cut = f" in {load.micro_batches} parts" if load.micro_batches > 1 else ""
+    micro_batches = f" in {load.micro_batches} parts" if load.micro_batches > 1 else ""
     dtype = f", {load.dtype}" if load.dtype != "fp32" else ""
-    return f"{place}{job.method}, {sizes}{cut}, learning rate {_rates_text(job)}{dtype}"
+    return f"{number_or_role}{job.method}, {sizes}{micro_batches}, learning rate {_learning_rates_text(job)}{dtype}"
 
 
-def _rates_text(job: Job) -> str:
+def _learning_rates_text(job: Job) -> str:
     """Return, as text, the learning rates of the first and the last step, and the peak. In a short run both steps are
     in warm-up, so both rates are far below the peak."""
-    first, last = (f"{job.workload.learning_rate_at(step):.3g}" for step in (1, job.steps))
-    return f"{first} to {last} (peak {job.workload.learning_rate:g})"
+    load = job.workload
+    first_rate, last_rate = load.learning_rate_at(1), load.learning_rate_at(job.steps)
+    return f"{first_rate:.3g} to {last_rate:.3g} (peak {load.learning_rate:g})"
 
 
 class _Lines:
@@ -75,17 +82,19 @@ class _Lines:
         self.probe_runs = 0.0  # the probe's duration, divided by the duration of the job's run
         self.job: Job | None = None  # the job whose options the line at its start has named
 
-    def report(self, event: dict[str, Any]) -> None:
+    def report(self, event: Event) -> None:
         kind = event["event"]
         if kind == "start":
             self._start(event)
         elif kind == "recorded":
-            self.write(f"{_title(event)}: recorded in {event['path']} (--rerun measures again)")
+            self.write(f"{_job_title(event)}: recorded in {event['path']} (--rerun measures again)")
         elif kind == "step":
             self._step(event)
         elif kind == "memory":
-            done, rate = event["bytes"], event["bytes"] / event["seconds"]
-            self.write(f"  host memory: {gib(done)} of {gib(self.host_bytes)} taken, {gib(rate)}/s")
+            taken_bytes, bytes_per_second = event["bytes"], event["bytes"] / event["seconds"]
+            self.write(
+                f"  host memory: {gib(taken_bytes)} of {gib(self.host_bytes)} taken, {gib(bytes_per_second)}/s"
+            )
         elif kind == "end":
             self._end(event)
         elif kind in ("build", "wait"):
@@ -93,41 +102,41 @@ class _Lines:
         elif kind == "warning":
             self.write(f"warning: {event['text']}")
 
-    def _start(self, event: dict[str, Any]) -> None:
+    def _start(self, event: Event) -> None:
         plan, job = event["plan"], event["job"]
         self.job = job if event.get("total", 1) > 1 else None
         self.steps, self.host_bytes = job.steps, plan.host_bytes
         self.has_reference = event.get("has_reference")
         self.probe_runs = event.get("probe_runs", 0.0)
-        foreseen = event.get("foreseen_seconds", 0.0)
-        total = f"about {run_time.duration_text(foreseen)}"
-        if foreseen > run_time.LONG_SECONDS:
+        total_seconds = event.get("foreseen_seconds", 0.0)
+        total = f"about {run_time.duration_text(total_seconds)}"
+        if total_seconds > run_time.LONG_SECONDS:
             basis = f"by the machine's rates or a rough guess: {run_time.SHORTER}"
-            self.write(f"long: {total}{self._included()}, {basis}")
+            self.write(f"long: {total}{self._included_text()}, {basis}")
         options = "".join(f" {name}={value}" for name, value in job.options.items())
-        seconds = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
-        if (run_seconds := event.get("run_seconds", 0.0)) >= LEAST_REPORTED:
-            seconds += f"; takes about {run_time.duration_text(run_seconds)}"
+        durations = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
+        if (run_seconds := event.get("run_seconds", 0.0)) >= LEAST_RUN_SECONDS:
+            durations += f"; takes about {run_time.duration_text(run_seconds)}"
         self.write(
-            f"{_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
-            f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{seconds}"
+            f"{_job_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
+            f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{durations}"
         )
-        if LEAST_FORETOLD < foreseen <= run_time.LONG_SECONDS:
-            self.write(f"  {total} in all{self._included()}")
+        if LEAST_REMAINING_SECONDS < total_seconds <= run_time.LONG_SECONDS:
+            self.write(f"  {total} in all{self._included_text()}")
 
-    def _step(self, event: dict[str, Any]) -> None:
+    def _step(self, event: Event) -> None:
         self.foretell(event)
-        step, scale = event["step"], event.get("skipped_at_scale")
+        step, loss_scale = event["step"], event.get("skipped_at_scale")
         line = f"  step {step}/{self.steps}  loss {event['loss']:.6f}  {event['seconds']:.3f} s"
         if "skipped_at_scale" in event:
-            self.write(f"{line}  skipped: a gradient is not finite at loss scale {scale:g}")
+            self.write(f"{line}  skipped: a gradient is not finite at loss scale {loss_scale:g}")
         elif step % max(1, self.steps // 10) == 0 or step == self.steps:
             self.write(line + shares_text(event))
 
-    def _end(self, event: dict[str, Any]) -> None:
+    def _end(self, event: Event) -> None:
         record, job = event["record"], event["record"].job
-        line = closing_line(record, has_options=job != self.job)
-        if record.status in UNEXPLAINED:
+        line = job_result_line(record, has_options=job != self.job)
+        if record.status in LOG_STATUSES:
             line += f" ({event['path'].removesuffix('.json')}.txt)"
         self.write(line)
         if job.trace and record.answers(job):
@@ -135,17 +144,17 @@ class _Lines:
         if job.save and record.answers(job):
             self.write(f"  weights and config.json, for transformers: {job.save}")
 
-    def foretell(self, event: dict[str, Any]) -> None:
-        """After the first step, print the remaining time, if it is longer than LEAST_FORETOLD."""
-        left = (self.steps - event["step"]) * event["seconds"]
-        left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
-        if event["step"] == 1 and left > LEAST_FORETOLD:
-            advice = f": {run_time.SHORTER}" if left > run_time.LONG_SECONDS else ""
-            self.write(f"  about {run_time.duration_text(left)} left{self._included()}{advice}")
+    def foretell(self, event: Event) -> None:
+        """After the first step, print the remaining time, if it is longer than LEAST_REMAINING_SECONDS."""
+        seconds_left = (self.steps - event["step"]) * event["seconds"]
+        seconds_left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
+        if event["step"] == 1 and seconds_left > LEAST_REMAINING_SECONDS:
+            advice = f": {run_time.SHORTER}" if seconds_left > run_time.LONG_SECONDS else ""
+            self.write(f"  about {run_time.duration_text(seconds_left)} left{self._included_text()}{advice}")
 
-    def _included(self) -> str:
-        parts = ["its reference"] * bool(self.has_reference) + ["its probe"] * bool(self.probe_runs)
-        return f", {' and '.join(parts)} included" if parts else ""
+    def _included_text(self) -> str:
+        trainings = ["its reference"] * bool(self.has_reference) + ["its probe"] * bool(self.probe_runs)
+        return f", {' and '.join(trainings)} included" if trainings else ""
 
 
 class _Bar:
@@ -153,17 +162,18 @@ class _Bar:
 
     def __init__(self, progress: Any) -> None:
         self.progress = progress
-        look: Any = {"markup": False, "highlight": False, "soft_wrap": True}
-        self.lines = _Lines(lambda line: progress.console.print(readable(line), **look))
+        print_options: Any = {"markup": False, "highlight": False, "soft_wrap": True}
+        self.lines = _Lines(lambda line: progress.console.print(readable(line), **print_options))
         self.task: Any = None
         self.batch_size = 0
 
-    def report(self, event: dict[str, Any]) -> None:
+    def report(self, event: Event) -> None:
         kind = event["event"]
         if kind == "step":
             self.lines.foretell(event)
-            speed = self.batch_size * len(event.get("shares") or [1]) / event["seconds"]
-            numbers = f"loss {event['loss']:.4f}  {speed:.3g} samples/s{shares_text(event)}"
+            num_models = len(event.get("shares") or [1])
+            samples_per_second = self.batch_size * num_models / event["seconds"]
+            numbers = f"loss {event['loss']:.4f}  {samples_per_second:.3g} samples/s{shares_text(event)}"
             self.progress.update(self.task, completed=event["step"], numbers=numbers)
             return
         if kind == "phase" and self.task is not None:
@@ -175,10 +185,10 @@ class _Bar:
         self.lines.report(event)
         if kind == "start":
             self.batch_size = event["job"].workload.batch_size
-            self.task = self.progress.add_task(_title(event), total=event["job"].steps, numbers="start")
+            self.task = self.progress.add_task(_job_title(event), total=event["job"].steps, numbers="start")
 
 
-def shares_text(event: dict[str, Any]) -> str:
+def shares_text(event: Event) -> str:
     """Return, as text, each model's share of the devices' time, and the sum of these shares; empty if the event has no
     shares."""
     if not (shares := event.get("shares", ())):
@@ -187,17 +197,20 @@ def shares_text(event: dict[str, Any]) -> str:
     return f"  models {percents} % of the devices, in use {sum(shares):.0%}"
 
 
-def summary(record: Record) -> dict[str, Any]:
-    """Return, as data, what closing_line() says as text."""
-    job, names = record.job, ("status", "reason", "samples_per_second", "peaks")
-    measured = {name: getattr(record, name) for name in names}
-    load = job.workload
-    sizes = {"num_layers": load.num_layers, "options": job.options, "num_params": load.num_params}
-    sizes |= {"model": load.model} if load.model else {}
+def record_summary(record: Record) -> JsonObject:
+    """Return, as a JSON object, what job_result_line() says as text."""
+    job, load = record.job, record.job.workload
+    model_entry = {"model": load.model} if load.model else {}
     return {
         "method": job.method,
-        **sizes,
-        **measured,
+        "num_layers": load.num_layers,
+        "options": job.options,
+        "num_params": load.num_params,
+        **model_entry,
+        "status": record.status,
+        "reason": record.reason,
+        "samples_per_second": record.samples_per_second,
+        "peaks": record.peaks,
         "gate": record.gate.verdict,
         "gate_text": record.gate.text,
     }
@@ -205,26 +218,28 @@ def summary(record: Record) -> dict[str, Any]:
 
 def print_results(records: Sequence[Record]) -> None:
     """Print one table with a row for each job, and a column for each size and option in which the jobs differ."""
-    rows: list[dict[str, Any]] = [{**vars(record.job.workload), **record.job.options} for record in records]
-    names = []
-    for name in dict.fromkeys(itertools.chain(*rows)):
-        values = {str(row[name]) for row in rows if name in row}
-        if len(values) > 1 and name not in ("num_layers", "config"):
-            names.append(name)
-    columns = ["method", "layers", *names, "samples/s", "device", "host", "result"]
-    lines = []
-    for record, row in zip(records, rows, strict=True):
+    settings_of_jobs: list[JsonObject] = []
+    for record in records:
+        settings_of_jobs.append({**vars(record.job.workload), **record.job.options})
+    differing_settings = []
+    for setting in dict.fromkeys(itertools.chain(*settings_of_jobs)):
+        values = {str(settings[setting]) for settings in settings_of_jobs if setting in settings}
+        if len(values) > 1 and setting not in ("num_layers", "config"):
+            differing_settings.append(setting)
+    columns = ["method", "layers", *differing_settings, "samples/s", "device", "host", "result"]
+    rows = []
+    for record, settings in zip(records, settings_of_jobs, strict=True):
         speed = f"{record.samples_per_second:.3g}" if record.samples_per_second else "-"
-        device = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
-        host = record.peaks.get("host_accounted", record.host_peak_bytes)
+        device_bytes = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
+        host_bytes = record.peaks.get("host_accounted", record.host_peak_bytes)
         result = f"gate {record.gate.verdict}" if record.status == "ok" else record.status
-        sizes = [row["num_layers"], *(row.get(name, "-") for name in names)]
-        peaks = [gib(size) if size else "-" for size in (device, host)]
-        lines.append([record.job.method, *sizes, speed, *peaks, result])
-    print_table(columns, lines, numbers=columns[1:-1])
+        sizes = [settings["num_layers"], *(settings.get(setting, "-") for setting in differing_settings)]
+        peaks = [gib(num_bytes) if num_bytes else "-" for num_bytes in (device_bytes, host_bytes)]
+        rows.append([record.job.method, *sizes, speed, *peaks, result])
+    print_table(columns, rows, numbers=columns[1:-1])
 
 
-def closing_line(record: Record, has_options: bool = True) -> str:
+def job_result_line(record: Record, has_options: bool = True) -> str:
     """Return a job's result as one line of text: parameters, samples/s, peak memory and budget, the gate's verdict."""
     job, load, gate = record.job, record.job.workload, record.gate
     options = "".join(f" {name}={value}" for name, value in job.options.items()) if has_options else ""
@@ -232,28 +247,29 @@ def closing_line(record: Record, has_options: bool = True) -> str:
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"
-    speed += "".join(f" ({warning})" for warning in (record.slowed_by, few_steps(record)) if warning)
-    host_limit, device_limit = (
-        host_limit_bytes(job.budget, job.device),
-        device_limit_bytes(job),
-    )
-    host = f"host peak {_of(record.peaks.get('host_accounted', record.host_peak_bytes), host_limit)}"
+    for warning in (record.slowed_by, few_steps_warning(record)):
+        if warning:
+            speed += f" ({warning})"
+    host_peak = record.peaks.get("host_accounted", record.host_peak_bytes)
+    host = f"host peak {_bytes_of_limit_text(host_peak, host_limit_bytes(job.budget, job.device))}"
     device_peak = record.peaks.get("device_reserved") or record.peaks.get("device_allocated")
-    device = f"device peak {_of(device_peak, device_limit)}, " if device_peak else ""
+    device = ""
+    if device_peak:
+        device = f"device peak {_bytes_of_limit_text(device_peak, device_limit_bytes(job))}, "
     verdict = f"passed ({gate.verdict})" if gate.passed else gate.verdict
     return f"{title}: {speed}, {device}{host}; gate {verdict}: {gate.text}"
 
 
-def few_steps(record: Record) -> str:
-    """Return a warning if the measured speed rests on fewer than FEWEST_TIMED steps; empty otherwise."""
-    num, warmup = len(record.timed_seconds), record.job.warmup
-    if record.samples_per_second is None or num >= FEWEST_TIMED or record.origin != "run":
+def few_steps_warning(record: Record) -> str:
+    """Return a warning if the measured speed rests on fewer than FEWEST_TIMED_STEPS steps; empty otherwise."""
+    num_timed, warmup = len(record.timed_seconds), record.job.warmup
+    if record.samples_per_second is None or num_timed >= FEWEST_TIMED_STEPS or record.origin != "run":
         return ""
     # If warm-up leaves only one timed step, suggest enough steps for the default warm-up, too.
-    grown = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
-    steps = record.schedule.get("resumed_steps", 0) + grown + FEWEST_TIMED
-    return f"{counted(num, 'step')} timed after {warmup} of warm-up, too few; try --steps {steps}"
+    next_warmup = max(warmup, Job.warmup) if warmup == record.job.steps - 1 else warmup
+    steps = record.schedule.get("resumed_steps", 0) + next_warmup + FEWEST_TIMED_STEPS
+    return f"{counted(num_timed, 'step')} timed after {warmup} of warm-up, too few; try --steps {steps}"
 
 
-def _of(size: int, limit: int | None) -> str:
-    return f"{gib(size)} of {gib(limit)}" if limit else gib(size)
+def _bytes_of_limit_text(num_bytes: int, limit_bytes: int | None) -> str:
+    return f"{gib(num_bytes)} of {gib(limit_bytes)}" if limit_bytes else gib(num_bytes)

@@ -26,20 +26,20 @@ from typing import Any, NamedTuple
 
 from harness.core.job import Workload
 
-LAYERS, BATCH, SEQ, TOKENS = OF = ("layers", "batch", "seq", "tokens")
+LAYERS, BATCH, SEQ, TOKENS = AXES = ("layers", "batch", "seq", "tokens")
 # The field of the workload that grows along each axis.
-OPTIONS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}
-UNITS = {LAYERS: "layers", BATCH: "samples", SEQ: "tokens a sample", TOKENS: "tokens a step"}
-STEPPED = (SEQ, TOKENS)  # axes on which sizes are `step` tokens apart
-STEPS = 32  # least number of sizes from 0 to the tokens that should fit
+GROWN_FIELDS = {LAYERS: "num_layers", BATCH: "batch_size", SEQ: "seq_len", TOKENS: "batch_size"}
+SIZE_UNITS = {LAYERS: "layers", BATCH: "samples", SEQ: "tokens a sample", TOKENS: "tokens a step"}
+TOKEN_AXES = (SEQ, TOKENS)  # axes on which sizes are `step` tokens apart
+FEWEST_SIZES = 32  # least number of sizes from 0 to the tokens that should fit
 # first stride as a share of the guess; if the guess is 10 % off, a search takes 5 trials on average
-GALLOP = 0.03
+FIRST_STRIDE_SHARE = 0.03
 # smallest guess that is refined; for a smaller guess the search is shorter without refinement
-REFINED_FROM = 8
+SMALLEST_REFINED_GUESS = 8
 MAX_TRIALS = 40
 
 
-def num_parts(micro_batches: int, num_ranks: int) -> int:
+def total_micro_batches(micro_batches: int, num_ranks: int) -> int:
     """Return the number of micro-batches in a step, over all ranks; each micro-batch has equally many samples."""
     return micro_batches * num_ranks
 
@@ -48,79 +48,79 @@ def num_parts(micro_batches: int, num_ranks: int) -> int:
 class SizeAxis:
     """Maps sizes to workloads and back.
 
-    `parts`: number of samples that one size adds (parts_of). `step`: number of layers or tokens from one size to the
-    next.
+    `quantity`: one of AXES. `added_samples`: number of samples from one size to the next (total_micro_batches).
+    `step`: number of layers or tokens from one size to the next.
     """
 
-    of: str
+    quantity: str
     workload: Workload
-    parts: int = 1
+    added_samples: int = 1
     step: int = 1
 
-    def fitting(self, number: int) -> SizeAxis:
-        """Return this axis with larger steps, which suit a search that expects its answer near the size `number`."""
-        tokens = number * self.step // STEPS
+    def with_token_steps(self, size: int) -> SizeAxis:
+        """Return this axis with larger steps, which suit a search that expects its answer near this size."""
+        tokens = size * self.step // FEWEST_SIZES
         if not tokens:
             return self
         return dataclasses.replace(self, step=1 << (tokens.bit_length() - 1))
 
-    def every(self, number: int) -> SizeAxis:
-        """Return an axis that counts only every `number`-th size of this axis."""
-        counted = "parts" if self.of == BATCH else "step"
-        changes: dict[str, Any] = {counted: number * getattr(self, counted)}
-        return dataclasses.replace(self, **changes)
+    def counting_every(self, num_sizes: int) -> SizeAxis:
+        """Return an axis that counts only every `num_sizes`-th size of this axis."""
+        if self.quantity == BATCH:
+            return dataclasses.replace(self, added_samples=num_sizes * self.added_samples)
+        return dataclasses.replace(self, step=num_sizes * self.step)
 
-    def grown(self, number: int) -> Workload:
+    def workload_at(self, size: int) -> Workload:
         """Return the workload of a size.
 
-        If the axis counts tokens of a step, small sizes have `parts` samples, whose length grows up to --seq; larger
-        sizes have more samples. Raises ValueError if the model accepts no such size.
+        If the axis counts tokens of a step, small sizes have `added_samples` samples, whose length grows up to
+        --seq; larger sizes have more samples. Raises ValueError if the model accepts no such size.
         """
         load = self.workload
-        if self.of == LAYERS:
-            return load.at_depth(number * self.step)
-        if self.of == SEQ:
-            return dataclasses.replace(load, seq_len=number * self.step)
-        if self.of == BATCH:
-            return dataclasses.replace(load, batch_size=number * self.parts)
-        more = number - self._whole
-        if more < 0:
-            return dataclasses.replace(load, seq_len=number * self.step, batch_size=self.parts)
-        return dataclasses.replace(load, batch_size=(1 + more) * self.parts)
+        if self.quantity == LAYERS:
+            return load.at_depth(size * self.step)
+        if self.quantity == SEQ:
+            return dataclasses.replace(load, seq_len=size * self.step)
+        if self.quantity == BATCH:
+            return dataclasses.replace(load, batch_size=size * self.added_samples)
+        sizes_above = size - self._full_length_size
+        if sizes_above < 0:
+            return dataclasses.replace(load, seq_len=size * self.step, batch_size=self.added_samples)
+        return dataclasses.replace(load, batch_size=(1 + sizes_above) * self.added_samples)
 
-    def number(self, load: Workload) -> int:
-        """Return the size of a workload, the inverse of grown(). If the workload lies between two sizes, return the
-        smaller size."""
-        if self.of == LAYERS:
+    def size_of(self, load: Workload) -> int:
+        """Return the size of a workload; workload_at() is the inverse. If the workload lies between two sizes, return
+        the smaller size."""
+        if self.quantity == LAYERS:
             return load.num_layers // self.step
-        if self.of == SEQ or (self.of == TOKENS and load.seq_len < self.workload.seq_len):
+        if self.quantity == SEQ or (self.quantity == TOKENS and load.seq_len < self.workload.seq_len):
             return load.seq_len // self.step
-        samples = load.batch_size // self.parts
-        return samples if self.of == BATCH else self._whole - 1 + samples
+        samples = load.batch_size // self.added_samples
+        return samples if self.quantity == BATCH else self._full_length_size - 1 + samples
 
     @property
-    def _whole(self) -> int:
-        """Return the least size at which samples have their full length, --seq. At this size, a step has `parts`
-        samples."""
+    def _full_length_size(self) -> int:
+        """Return the least size at which samples have their full length, --seq. At this size, a step has
+        `added_samples` samples."""
         return -(-self.workload.seq_len // self.step)
 
-    def amount(self, number: int) -> int:
-        """Return a size as a number in the axis's unit (UNITS), such as layers or tokens a sample."""
-        load = self.grown(number)
+    def amount(self, size: int) -> int:
+        """Return a size as a number in the axis's unit (SIZE_UNITS), such as layers or tokens a sample."""
+        load = self.workload_at(size)
         amounts = {LAYERS: load.num_layers, BATCH: load.batch_size, SEQ: load.seq_len}
-        return amounts.get(self.of, load.batch_size * load.seq_len)
+        return amounts.get(self.quantity, load.batch_size * load.seq_len)
 
-    def text(self, number: int) -> str:
-        return f"{self.amount(number)} {UNITS[self.of]}"
+    def amount_text(self, size: int) -> str:
+        return f"{self.amount(size)} {SIZE_UNITS[self.quantity]}"
 
 
 class SizeOutcome(NamedTuple):
     """The end of one probe, which is a run at one size."""
 
-    passed: bool
+    has_passed: bool
     memory: str = ""  # the memory that was too small, such as device; empty if the probe passed
     # why the search must stop, if the probe failed for a reason other than its size; empty otherwise
-    stop: str = ""
+    stop_reason: str = ""
     evidence: Any = None
 
 
@@ -133,128 +133,131 @@ class SizeTrial(NamedTuple):
 class SizeAnswer:
     """The trials of a search in the order in which they ran, and the answer that follows from them."""
 
-    least: int = 1
-    most: int = 2**20
+    least_size: int = 1
+    most_size: int = 2**20
     trials: list[SizeTrial] = field(default_factory=list)
-    stopped: str = ""  # why the search stopped without an answer; empty if it did not
+    stop_reason: str = ""  # why the search stopped without an answer; empty if it did not
 
     @property
-    def passing(self) -> list[int]:
-        return [trial.size for trial in self.trials if trial.outcome.passed]
+    def passing_sizes(self) -> list[int]:
+        return [trial.size for trial in self.trials if trial.outcome.has_passed]
 
     @property
-    def failing(self) -> list[int]:
-        return [trial.size for trial in self.trials if not trial.outcome.passed]
+    def failing_sizes(self) -> list[int]:
+        return [trial.size for trial in self.trials if not trial.outcome.has_passed]
 
     @property
-    def first_failing(self) -> int:
-        return min(self.failing, default=self.most + 1)
+    def smallest_failing(self) -> int:
+        return min(self.failing_sizes, default=self.most_size + 1)
 
     @property
-    def last_passing(self) -> int:
-        return max(self.passing, default=self.least - 1)
+    def largest_passing(self) -> int:
+        return max(self.passing_sizes, default=self.least_size - 1)
 
     @property
-    def largest(self) -> int:
-        """Return the largest size that passed while no trial at this size or below failed; `least` - 1 if there is
-        none."""
-        return max((size for size in self.passing if size < self.first_failing), default=self.least - 1)
+    def largest_size(self) -> int:
+        """Return the largest size that passed while no trial at this size or below failed; `least_size` - 1 if
+        there is none."""
+        return max(
+            (size for size in self.passing_sizes if size < self.smallest_failing), default=self.least_size - 1
+        )
 
     @property
-    def failed_above(self) -> int | None:
+    def failing_size(self) -> int | None:
         """Return the smallest size that failed while no trial at this size or above passed; None if there is none."""
-        return min((size for size in self.failing if size > self.last_passing), default=None)
+        return min((size for size in self.failing_sizes if size > self.largest_passing), default=None)
 
     @property
     def is_unlimited(self) -> bool:
         """True if no trial failed, and the largest allowed size passed."""
-        return not self.failing and self.last_passing == self.most
+        return not self.failing_sizes and self.largest_passing == self.most_size
 
     @property
     def is_sharp(self) -> bool:
         """True if the smallest size that failed is the largest size that passed plus one."""
-        return not self.stopped and self.failed_above == self.largest + 1
+        return not self.stop_reason and self.failing_size == self.largest_size + 1
 
-    def mixed(self) -> list[int]:
+    def contradicting_sizes(self) -> list[int]:
         """Return the sizes that contradict a sharp edge: failures at or below a size that passed, and passes at or
         above a size that failed."""
-        passed = {size for size in self.passing if size >= self.first_failing}
-        return sorted(passed | {size for size in self.failing if size <= self.last_passing})
+        passes_above = {size for size in self.passing_sizes if size >= self.smallest_failing}
+        failures_below = {size for size in self.failing_sizes if size <= self.largest_passing}
+        return sorted(passes_above | failures_below)
 
 
 def search(
     probe: Callable[[int], SizeOutcome],
     guess: int,
     *,
-    least: int = 1,
-    most: int = 2**20,
+    least_size: int = 1,
+    most_size: int = 2**20,
     repeats: int = 1,
     refine: Callable[[], int] | None = None,
     max_trials: int = MAX_TRIALS,
 ) -> SizeAnswer:
-    """Find the largest size from `least` to `most` that trains.
+    """Find the largest size from `least_size` to `most_size` that trains.
 
     `repeats`: number of probes on each side of the edge. If it is above 1, the size after the first failing one is
     probed, too. `refine`: function that returns a better guess after two small runs; None: the guess is not refined.
     The search stops without an answer, and says why, if a probe fails for a reason other than its size, or after
     `max_trials` trials.
     """
-    answer = SizeAnswer(least, most)
-    guess = max(least, min(guess, most))
-    stride = max(1, round(GALLOP * guess))
-    if refine is not None and guess >= max(REFINED_FROM, 4 * least):
-        for small in (guess // 4, guess // 2):
-            if not answer.stopped and not answer.failing:
-                _try(answer, probe, small)
-        if not answer.stopped and not answer.failing:
-            guess, stride = max(least, min(refine(), most)), 1
-    while not answer.stopped:
-        size, stride = _next(answer, guess, stride, repeats)
+    answer = SizeAnswer(least_size, most_size)
+    guess = max(least_size, min(guess, most_size))
+    stride = max(1, round(FIRST_STRIDE_SHARE * guess))
+    if refine is not None and guess >= max(SMALLEST_REFINED_GUESS, 4 * least_size):
+        for small_size in (guess // 4, guess // 2):
+            if not answer.stop_reason and not answer.failing_sizes:
+                _run_trial(answer, probe, small_size)
+        if not answer.stop_reason and not answer.failing_sizes:
+            guess, stride = max(least_size, min(refine(), most_size)), 1
+    while not answer.stop_reason:
+        size, stride = _next_size(answer, guess, stride, repeats)
         if size is None:
             break
         if len(answer.trials) >= max_trials:
-            answer.stopped = f"no edge was found in {max_trials} trials"
+            answer.stop_reason = f"no edge was found in {max_trials} trials"
             break
-        _try(answer, probe, size)
+        _run_trial(answer, probe, size)
     return answer
 
 
-def _try(answer: SizeAnswer, probe: Callable[[int], SizeOutcome], size: int) -> None:
+def _run_trial(answer: SizeAnswer, probe: Callable[[int], SizeOutcome], size: int) -> None:
     outcome = probe(size)
-    if outcome.stop:
-        answer.stopped = outcome.stop
+    if outcome.stop_reason:
+        answer.stop_reason = outcome.stop_reason
     else:
         answer.trials.append(SizeTrial(size, outcome))
 
 
-def _next(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
+def _next_size(answer: SizeAnswer, guess: int, stride: int, repeats: int) -> tuple[int | None, int]:
     """Return the next size to try, and the stride for the size after that. The size is None if the answer is known."""
-    largest_passing, first_failing = answer.largest, answer.first_failing
-    last_passing, failed_above = answer.last_passing, answer.failed_above
-    if guess not in (*answer.passing, *answer.failing) and last_passing < guess < first_failing:
-        return guess, stride
-    if first_failing - largest_passing > 1 and largest_passing < answer.least:
-        # no size below the first failure has passed: go down
-        return max(answer.least, first_failing - stride), 2 * stride
-    if failed_above is None and last_passing < answer.most:
-        # no size above the last pass has failed: go up
-        return min(answer.most, last_passing + stride), 2 * stride
-    # some smaller size passed, so go down from the failure by strides, but not below the interval's middle
-    if first_failing - largest_passing > 1 and first_failing <= answer.most:
-        return max((largest_passing + first_failing) // 2, first_failing - stride), 2 * stride
-    if failed_above is not None and failed_above - last_passing > 1:
-        return (last_passing + failed_above) // 2, stride
-    for size, sizes in ((largest_passing, answer.passing), (failed_above, answer.failing)):
-        if size is not None and answer.least <= size and sizes.count(size) < repeats:
-            return size, stride
+    largest_size, smallest_failing = answer.largest_size, answer.smallest_failing
+    largest_passing, failing_size = answer.largest_passing, answer.failing_size
     if (
-        repeats <= 1
-        or failed_above is None
-        or failed_above >= answer.most
-        or failed_above + 1 in answer.failing
+        guess not in (*answer.passing_sizes, *answer.failing_sizes)
+        and largest_passing < guess < smallest_failing
     ):
+        return guess, stride
+    if smallest_failing - largest_size > 1 and largest_size < answer.least_size:
+        # no size below the first failure has passed: go down
+        return max(answer.least_size, smallest_failing - stride), 2 * stride
+    if failing_size is None and largest_passing < answer.most_size:
+        # no size above the last pass has failed: go up
+        return min(answer.most_size, largest_passing + stride), 2 * stride
+    # some smaller size passed, so go down from the failure by strides, but not below the interval's middle
+    if smallest_failing - largest_size > 1 and smallest_failing <= answer.most_size:
+        return max((largest_size + smallest_failing) // 2, smallest_failing - stride), 2 * stride
+    if failing_size is not None and failing_size - largest_passing > 1:
+        return (largest_passing + failing_size) // 2, stride
+    for size, sizes in ((largest_size, answer.passing_sizes), (failing_size, answer.failing_sizes)):
+        if size is not None and answer.least_size <= size and sizes.count(size) < repeats:
+            return size, stride
+    if repeats <= 1 or failing_size is None or failing_size >= answer.most_size:
         return None, stride
-    return failed_above + 1, stride  # probe the size above the failure, too: the failure may be an exception
+    if failing_size + 1 in answer.failing_sizes:
+        return None, stride
+    return failing_size + 1, stride  # probe the size above the failure, too: the failure may be an exception
 
 
 def extrapolate(points: Iterable[tuple[int, dict[str, int]]], size: int) -> int:

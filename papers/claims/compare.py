@@ -20,7 +20,7 @@ from harness.base.checkout import ROOT
 from harness.base.console import counted
 from harness.core.job import Budget, gib
 from harness.core.record import Record, added_folders, records_of
-from harness.jobs.command import again
+from harness.jobs.command import repeat_command
 from papers.figures import points
 from papers.figures.point import SIMULATED_CLOCKS, RatioInterval, doubts_text, machine_of, ratio, row_of
 
@@ -327,7 +327,9 @@ def _print_comparison(
         print(f"  A's samples/s are {comparison.ratio.text} times B's ({comparison.why})")
         for repeats, folder in zip((comparison.a, comparison.b), folders, strict=True):
             where = "" if folder == RESULTS else f" --results {shlex.quote(str(folder))}"
-            print(f"  to narrow it, measure again: {again(repeats[-1], is_short=True)} --rerun{where}")
+            print(
+                f"  to narrow it, measure again: {repeat_command(repeats[-1], is_short=True)} --rerun{where}"
+            )
     else:
         print(f"A is {comparison.verdict}: {comparison.ratio.text} times B's samples/s ({comparison.why})")
     for name, (a_value, b_value) in differences(comparison.a[-1], comparison.b[-1]).items():

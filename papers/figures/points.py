@@ -20,7 +20,7 @@ from harness.core import method
 from harness.core.job import Job, Workload, gib
 from harness.core.record import Record, read_all
 from harness.devices.machine import PACKAGES
-from harness.jobs.sweep import context, identity, read_by
+from harness.jobs.sweep import files_read_by, method_context, method_identity
 from papers.figures.point import FigureRow, machine_of, row_of
 
 if TYPE_CHECKING:
@@ -186,12 +186,12 @@ def check_alike(number: int, values: Mapping[str, Iterable[str | None]]) -> None
         )
 
 
-_context = functools.cache(context)
+_context = functools.cache(method_context)
 
 
 def current_key(job: Job) -> str:
     """Return the key that the record of this resolved job would have if the job ran here now."""
-    return job.key(**_context(job.method, read_by(job)), **identity(job))
+    return job.key(**_context(job.method, files_read_by(job)), **method_identity(job))
 
 
 def is_current(record: Record) -> bool:

@@ -17,8 +17,8 @@ def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Re
     Either list may be empty."""
     probes = _probes(name, records)
     depths, answer = _search(probes)
-    best = [record for record in depths.get(answer.largest, []) if record.status == "ok"]
-    failed = depths[answer.failed_above] if answer.failed_above else []
+    best = [record for record in depths.get(answer.largest_size, []) if record.status == "ok"]
+    failed = depths[answer.failing_size] if answer.failing_size else []
     if not depths:
         failed = probes  # no depth has a result: the last record tells why
     return repeats(best[-1].job, best) if best else [], failed[-1:]
@@ -28,10 +28,13 @@ def is_searched(name: str, records: Sequence[Record]) -> bool:
     """True if the method's search is over. Then every depth up to the largest trained one passed, and the next depth
     failed or was not run because its plan takes more host memory than the machine has."""
     depths, answer = _search(_probes(name, records))
-    if answer.failed_above is None:
-        best = depths.get(answer.largest)
+    if answer.failing_size is None:
+        best = depths.get(answer.largest_size)
         return best is not None and _is_refused_beyond(best[-1])
-    return answer.first_failing == answer.largest + 1 and answer.failed_above == answer.last_passing + 1
+    return (
+        answer.smallest_failing == answer.largest_size + 1
+        and answer.failing_size == answer.largest_passing + 1
+    )
 
 
 def _probes(name: str, records: Sequence[Record]) -> list[Record]:

@@ -24,7 +24,7 @@ from harness.base.whole_file import check_replaceable, own_folder, write_page
 from harness.core import method
 from harness.core.record import Record, added_folders, read_all
 from harness.devices import named_machines
-from harness.jobs.command import again
+from harness.jobs.command import repeat_command
 from harness.plan import advise
 from papers.claims import fairness, verify
 from papers.claims.examine import shortened
@@ -323,7 +323,7 @@ def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[st
         record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()
     }
     loose = _unique(
-        again(record)
+        repeat_command(record)
         for record in runs
         if record.key not in references
         and not any(case.is_of(profile, record.job) for profile in profiles_of_runs)

@@ -17,7 +17,7 @@ from harness.base.console import counted
 from harness.core import method
 from harness.core.job import gib, params_text
 from harness.core.record import Record
-from harness.jobs.command import again
+from harness.jobs.command import repeat_command
 from harness.plan.accuracy import has_disk
 from harness.plan.advise import Advice, fits_text, name_text, off_text
 from papers.claims import examine, judge, verify
@@ -139,7 +139,7 @@ def _run_again(record: Record) -> str:
     added = []
     if file is not None and file.parent != method.REGISTRY.project_path:
         added = ["--methods", str(file.parent)]
-    return f"{again(record)} {shlex.join([*added, '--rerun'])}"
+    return f"{repeat_command(record)} {shlex.join([*added, '--rerun'])}"
 
 
 def _joined(*parts: str) -> str:

@@ -17,7 +17,7 @@ from cli.main import FIRST_CALLS, door
 from cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
 from harness.devices import machine, named_machines
-from harness.jobs.command import command, size_text
+from harness.jobs.command import command_of, size_text
 from tests.support import records
 from tests.support.cli import run
 from tests.support.tiny import TINY
@@ -280,7 +280,7 @@ def test_lists_and_ranges(text: str, numbers: list[int]) -> None:
     ids=lambda job: job.method,
 )
 def test_the_command_of_a_job_makes_that_job(job: Job) -> None:
-    arguments = shlex.split(command(job))[1:]
+    arguments = shlex.split(command_of(job))[1:]
     parsed = job_verbs.run.make_context("run", arguments).params
     assert make_jobs(parsed, ()) == [job]
 

@@ -15,7 +15,7 @@ from cli.options import of_field
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.option import Option, opt, options_of, unsaid_of, with_option
-from harness.jobs.command import command
+from harness.jobs.command import command_of
 from tests.core.test_job import WORKLOAD_CHANGES
 
 DEPTH = Option(("--depth",), "Depth.")
@@ -52,7 +52,7 @@ def test_the_verbs_have_the_option_of_each_field() -> None:
 def test_a_printed_call_has_the_flag_of_each_field_that_differs(name: str) -> None:
     value = WORKLOAD_CHANGES[name]
     workload = Workload(**{"batch_size": 2 * Workload.batch_size, name: value})
-    arguments = shlex.split(command(Job("l2l", workload), is_short=True))
+    arguments = shlex.split(command_of(Job("l2l", workload), is_short=True))
     flag = options_of(Workload)[name].flag
     assert arguments[arguments.index(flag) + 1] == str(value)
 

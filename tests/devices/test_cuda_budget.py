@@ -10,7 +10,7 @@ import pytest
 from harness.core.job import GIB, Budget, Job, Workload, gib
 from harness.core.record import Record
 from harness.devices import budgets, cuda_budget, machine, named_machines, room
-from harness.jobs.progress import closing_line
+from harness.jobs.progress import job_result_line
 from harness.plan.advise import named_place
 from harness.plan.fit import resolve
 from tests.cli.test_doctor import entry
@@ -120,7 +120,7 @@ def test_a_peak_is_compared_with_what_the_allocator_may_reserve(
     record = Record(job, "", peaks={"device_reserved": int(limit_gib * GIB)}, status="ok")
     assert room.device_limit_bytes(job) == limit_gib * GIB
     size = gib(int(limit_gib * GIB))
-    assert f"device peak {size} of {size}" in closing_line(record)
+    assert f"device peak {size} of {size}" in job_result_line(record)
 
 
 def test_each_of_several_ranks_leaves_room_for_nccl(gpu: FakeGpu) -> None:

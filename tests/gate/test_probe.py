@@ -559,7 +559,7 @@ def test_a_run_beyond_its_plan_that_trained_is_probed_beyond_it(tmp_path: Path, 
 @pytest.mark.probe
 def test_a_reference_that_never_fits_leaves_nothing_to_probe_by(tmp_path: Path, in_process: None) -> None:
     tiny = dataclasses.replace(job(), budget=Budget(device_bytes=1))
-    probe = ProbeTraining(tiny, 0, Extent(), Sweep(tmp_path).probes).train()
+    probe = ProbeTraining(tiny, 0, Extent(), Sweep(tmp_path).probe_store).train()
     assert probe == Probe((), "no probe in fp32: the reference does not fit at any depth")
 
 

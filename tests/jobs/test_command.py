@@ -17,7 +17,7 @@ from harness.core.record import read_all
 from harness.devices import machine
 from harness.gate.probe import Extent
 from harness.jobs import progress
-from harness.jobs.command import next_calls
+from harness.jobs.command import suggest_commands_of_job
 from harness.plan import run_time
 from harness.plan.fit import resolve, scale_down
 from tests.support.cli import jobs_of, run
@@ -50,7 +50,7 @@ def test_several_methods_none_of_which_can_fit_get_calls_for_all_of_them(tmp_pat
 
 @pytest.mark.heavy
 def test_the_calls_train(tmp_path: Path, compiled_sim: None, forked: None) -> None:
-    for call, _ in next_calls(jobs_of(f"./run.sh {DEEP}")[0]):
+    for call, _ in suggest_commands_of_job(jobs_of(f"./run.sh {DEEP}")[0]):
         done = run(*shlex.split(call)[1:], "--results", tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
     assert [record.status for record in read_all(tmp_path)[0].values()].count("ok") >= 2
@@ -66,7 +66,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_published_model_is_offered_scaled_on_disk_smaller_and_planned(
     small_machine: None,
 ) -> None:
-    calls = dict(next_calls(jobs_of("./run.sh -m stronghold -l 100")[0]))
+    calls = dict(suggest_commands_of_job(jobs_of("./run.sh -m stronghold -l 100")[0]))
     scaled, disk, smaller, planned = calls
     assert scaled == "./run.sh -m stronghold -l 100 --scale fit" and "--disk" in disk
     assert " -l 100 --machine v100-vm" in planned and "hours" in calls[smaller]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness.core.job import Budget, Job, Plan, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record, read_all
-from harness.jobs.largest_size import Probes, find_largest, row_texts
+from harness.jobs.largest_size import Probes, answer_texts, find_largest
 from harness.jobs.size_search import SizeOutcome, search
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, resolve
@@ -128,7 +128,9 @@ def test_a_crash_is_not_too_large(tmp_path: Path, in_process: None) -> None:
         answer["stopped"].startswith("at 2 layers: crash: RuntimeError: bad luck")
         and answer["fails_at"] is None
     )
-    assert answer["record"].status == "crash" and "no answer: at 2 layers" in row_texts(answer)["what binds"]
+    assert (
+        answer["record"].status == "crash" and "no answer: at 2 layers" in answer_texts(answer)["what binds"]
+    )
 
 
 def test_each_confirmation_is_a_record_of_its_own(tmp_path: Path, in_process: None) -> None:
@@ -186,7 +188,7 @@ class AsPlanned(Probes):
     def _run(self, planned: Planned) -> SizeOutcome:
         return SizeOutcome(plan_of(planned.job).shortfall(self.room) is None, "device")
 
-    def _learn(self, record: Record, plan: Plan) -> None:
+    def _raise_reserve(self, record: Record, plan: Plan) -> None:
         """No run goes beyond its plan."""
 
 
@@ -202,9 +204,11 @@ def test_depths_that_stages_do_not_divide_are_no_sizes(stages: int, groups: int,
     deepest = dataclasses.replace(job, workload=load.at_depth(stages * groups))
     job = dataclasses.replace(job, budget=Budget(plan_of(deepest).device_bytes))
     ends = AsPlanned(Sweep(tmp_path), job)
-    answer = search(ends, ends.guess(), least=ends.least, most=ends.most(None))
+    answer = search(ends, ends.guess(), least_size=ends.least_size, most_size=ends.size_limit(None))
     assert answer.is_sharp
-    assert [ends.axis.amount(size) for size in (ends.least, answer.largest, answer.failed_above or 0)] == [
+    assert [
+        ends.axis.amount(size) for size in (ends.least_size, answer.largest_size, answer.failing_size or 0)
+    ] == [
         stages,
         stages * groups,
         stages * (groups + 1),
@@ -216,7 +220,7 @@ def test_the_most_layers_asked_for_are_those_that_stages_divide(tmp_path: Path) 
     ends = Probes(
         Sweep(tmp_path), Job("megatron-lm", load, {"world_size": 2, "pipeline_parallel": 2}, device="cpu")
     )
-    assert ends.axis.amount(ends.most(7)) == 6
+    assert ends.axis.amount(ends.size_limit(7)) == 6
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (3, 3), (2, 3)])
@@ -230,8 +234,8 @@ def test_samples_are_added_by_the_micro_batches_of_all_ranks(
     ten = dataclasses.replace(job, workload=dataclasses.replace(load, batch_size=10 * ranks * micro_batches))
     job = dataclasses.replace(job, budget=Budget(plan_of(ten).device_bytes))
     ends = AsPlanned(Sweep(tmp_path), job, "batch")
-    answer = search(ends, ends.guess(), least=ends.least, most=ends.most(None))
-    assert (ends.axis.amount(answer.largest), answer.is_sharp) == (ten.workload.batch_size, True)
+    answer = search(ends, ends.guess(), least_size=ends.least_size, most_size=ends.size_limit(None))
+    assert (ends.axis.amount(answer.largest_size), answer.is_sharp) == (ten.workload.batch_size, True)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +277,7 @@ def test_where_a_plan_was_too_hopeful_its_next_options_are_tried_before_a_depth_
     planned = create("stronghold", {"window_size": 3, "resident_layers": 2}).plan(SMALL.at_depth(5), Room())
     job = Job("stronghold", SMALL, {}, Budget(planned.device_bytes, 64 * MIB), "sim", steps=5, warmup=2)
     method_probes = Probes(Sweep(tmp_path), job)
-    assert method_probes(5).passed
+    assert method_probes(5).has_passed
     ends = [(record.status, record.job.options["resident_layers"]) for record in method_probes.records]
     assert ends == [("oom-device", 2), ("ok", 1)]
 
@@ -294,7 +298,7 @@ def test_layers_that_stay_on_the_device_let_stronghold_go_deeper_than_the_host_a
     answers = {}
     for name in ("l2l", "stronghold"):
         job = Job(name, SMALL, {}, Budget(16 * MIB, 64 * MIB), "sim", steps=5, warmup=2)
-        answers[name] = find_largest(Probes(Sweep(tmp_path), job), repeats=1, most=2**20)
+        answers[name] = find_largest(Probes(Sweep(tmp_path), job), repeats=1, most_size=2**20)
     assert {name: (row["largest"], row["fails_at"], row["trials"]) for name, row in answers.items()} == {
         "l2l": (21, 22, 4),
         "stronghold": (23, 24, 4),

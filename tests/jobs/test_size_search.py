@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.job import Workload
-from harness.jobs.size_search import OF, SizeAnswer, SizeAxis, SizeOutcome, extrapolate, search
+from harness.jobs.size_search import AXES, SizeAnswer, SizeAxis, SizeOutcome, extrapolate, search
 
 sizes = st.integers(1, 500)
 
@@ -25,17 +25,19 @@ def up_to(edge: int) -> Callable[[int], SizeOutcome]:
 @given(edge=sizes, guess=sizes, repeats=st.integers(1, 3))
 def test_a_sharp_edge_is_found_from_any_guess(edge: int, guess: int, repeats: int) -> None:
     answer = search(up_to(edge), guess, repeats=repeats)
-    assert (answer.largest, answer.failed_above, answer.is_sharp) == (edge, edge + 1, True)
-    assert answer.passing.count(edge) == answer.failing.count(edge + 1) == repeats
+    assert (answer.largest_size, answer.failing_size, answer.is_sharp) == (edge, edge + 1, True)
+    assert answer.passing_sizes.count(edge) == answer.failing_sizes.count(edge + 1) == repeats
 
 
-@given(edge=st.integers(0, 600), guess=sizes, least=st.integers(1, 50), most=st.integers(51, 400))
-def test_bounds_are_kept_and_reaching_them_is_said(edge: int, guess: int, least: int, most: int) -> None:
-    answer = search(up_to(edge), guess, least=least, most=most)
-    assert all(least <= trial.size <= most for trial in answer.trials)
-    assert answer.is_unlimited == (edge >= most)
-    assert answer.largest == max(least - 1, min(edge, most))
-    assert answer.failed_above == (None if edge >= most else max(least, edge + 1))
+@given(edge=st.integers(0, 600), guess=sizes, least_size=st.integers(1, 50), most_size=st.integers(51, 400))
+def test_bounds_are_kept_and_reaching_them_is_said(
+    edge: int, guess: int, least_size: int, most_size: int
+) -> None:
+    answer = search(up_to(edge), guess, least_size=least_size, most_size=most_size)
+    assert all(least_size <= trial.size <= most_size for trial in answer.trials)
+    assert answer.is_unlimited == (edge >= most_size)
+    assert answer.largest_size == max(least_size - 1, min(edge, most_size))
+    assert answer.failing_size == (None if edge >= most_size else max(least_size, edge + 1))
 
 
 def test_six_trials_suffice_on_average_where_the_guess_is_ten_percent_off() -> None:
@@ -66,7 +68,7 @@ def test_two_small_runs_mend_a_plan_that_is_far_off(edge: int, error: float, sta
         return max(size for size in range(1, 2000) if extrapolate(measured, size) <= budget)
 
     answer = search(probe, round(edge * (1 + error)), refine=refine)
-    assert (answer.largest, answer.failed_above) == (edge, edge + 1)
+    assert (answer.largest_size, answer.failing_size) == (edge, edge + 1)
     assert len(answer.trials) <= 4
 
 
@@ -85,9 +87,13 @@ def test_a_size_that_passes_by_chance_lies_in_the_interval(
         guess,
         repeats=repeats,
     )
-    assert answer.failed_above is not None and answer.largest <= flaky <= answer.failed_above
-    if flaky in answer.passing and flaky in answer.failing:
-        assert (answer.largest, answer.failed_above, answer.mixed()) == (flaky - 1, flaky + 1, [flaky])
+    assert answer.failing_size is not None and answer.largest_size <= flaky <= answer.failing_size
+    if flaky in answer.passing_sizes and flaky in answer.failing_sizes:
+        assert (answer.largest_size, answer.failing_size, answer.contradicting_sizes()) == (
+            flaky - 1,
+            flaky + 1,
+            [flaky],
+        )
 
 
 @given(edge=sizes, width=st.integers(1, 20), guess=sizes, repeats=st.integers(1, 3), seed=st.integers())
@@ -103,41 +109,42 @@ def test_a_blurred_edge_is_an_interval_within_the_blur(
         max_trials=1000,
     )
     assert (
-        answer.failed_above is not None and edge <= answer.largest < answer.failed_above <= edge + width + 1
+        answer.failing_size is not None
+        and edge <= answer.largest_size < answer.failing_size <= edge + width + 1
     )
 
 
 @pytest.mark.parametrize("guess", [20, 10, 40, 19])
 def test_a_failure_below_a_pass_is_found_beside_the_edge_and_reported_as_an_interval(guess: int) -> None:
     answer = search(lambda size: SizeOutcome(size <= 30 and size != 20), guess=guess, repeats=2)
-    if 20 in answer.failing:
-        assert (answer.largest, answer.failed_above, answer.is_sharp) == (19, 31, False)
-        assert answer.mixed()[0] == 20 and answer.mixed()[-1] == 30
+    if 20 in answer.failing_sizes:
+        assert (answer.largest_size, answer.failing_size, answer.is_sharp) == (19, 31, False)
+        assert answer.contradicting_sizes()[0] == 20 and answer.contradicting_sizes()[-1] == 30
     else:
-        assert (answer.largest, answer.failed_above, answer.is_sharp) == (30, 31, True)
+        assert (answer.largest_size, answer.failing_size, answer.is_sharp) == (30, 31, True)
 
 
 @given(passes=st.lists(st.booleans(), min_size=60, max_size=60), guess=st.integers(1, 60))
 def test_no_trial_contradicts_the_interval_whatever_the_oracle(passes: list[bool], guess: int) -> None:
-    answer = search(lambda size: SizeOutcome(passes[size - 1]), guess, most=60)
+    answer = search(lambda size: SizeOutcome(passes[size - 1]), guess, most_size=60)
     assert len(answer.trials) <= 40
-    assert all(size > answer.largest for size in answer.failing)
-    if answer.failed_above is not None:
-        assert all(size < answer.failed_above for size in answer.passing)
+    assert all(size > answer.largest_size for size in answer.failing_sizes)
+    if answer.failing_size is not None:
+        assert all(size < answer.failing_size for size in answer.passing_sizes)
 
 
 def test_an_end_that_is_not_about_size_stops_the_search() -> None:
     answer = search(
-        lambda size: SizeOutcome(True) if size < 5 else SizeOutcome(False, stop="at 6: crash"), guess=3
+        lambda size: SizeOutcome(True) if size < 5 else SizeOutcome(False, stop_reason="at 6: crash"), guess=3
     )
-    assert answer.stopped == "at 6: crash" and answer.failing == []
-    assert answer.passing == [3, 4] and not answer.is_sharp
+    assert answer.stop_reason == "at 6: crash" and answer.failing_sizes == []
+    assert answer.passing_sizes == [3, 4] and not answer.is_sharp
 
 
 def test_trials_are_bounded() -> None:
     chance = random.Random(2)
     answer = search(lambda size: SizeOutcome(chance.random() < 0.5), guess=200, repeats=5)
-    assert len(answer.trials) == 40 and answer.stopped == "no edge was found in 40 trials"
+    assert len(answer.trials) == 40 and answer.stop_reason == "no edge was found in 40 trials"
 
 
 def test_two_small_runs_tell_the_published_peak_of_32_layers() -> None:
@@ -156,30 +163,39 @@ def test_each_phase_is_extrapolated_on_its_own(
 
 
 def test_an_answer_without_a_pass_says_so() -> None:
-    assert (SizeAnswer().largest, SizeAnswer().failed_above, SizeAnswer().is_unlimited) == (0, None, False)
+    assert (SizeAnswer().largest_size, SizeAnswer().failing_size, SizeAnswer().is_unlimited) == (
+        0,
+        None,
+        False,
+    )
 
 
 LOAD = Workload(num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 
 
 @given(
-    of=st.sampled_from(OF),
+    quantity=st.sampled_from(AXES),
     seq_len=st.integers(1, 300),
-    parts=st.integers(1, 6),
+    added_samples=st.integers(1, 6),
     power=st.integers(0, 6),
-    number=st.integers(1, 500),
+    size=st.integers(1, 500),
 )
 def test_each_size_is_larger_than_the_one_before_and_is_that_of_its_workload(
-    of: str, seq_len: int, parts: int, power: int, number: int
+    quantity: str, seq_len: int, added_samples: int, power: int, size: int
 ) -> None:
-    axis = SizeAxis(of, dataclasses.replace(LOAD, seq_len=seq_len, batch_size=parts), parts, step=2**power)
-    assert axis.amount(number + 1) > axis.amount(number) > 0
-    assert axis.number(axis.grown(number)) == number
-    assert axis.grown(number).batch_size % parts == 0
+    axis = SizeAxis(
+        quantity,
+        dataclasses.replace(LOAD, seq_len=seq_len, batch_size=added_samples),
+        added_samples,
+        step=2**power,
+    )
+    assert axis.amount(size + 1) > axis.amount(size) > 0
+    assert axis.size_of(axis.workload_at(size)) == size
+    assert axis.workload_at(size).batch_size % added_samples == 0
 
 
 @pytest.mark.parametrize(
-    ("of", "sizes"),
+    ("quantity", "sizes"),
     [
         ("layers", [(8, 2, 16), (16, 2, 16), (24, 2, 16), (32, 2, 16)]),
         ("batch", [(3, 2, 16), (3, 4, 16), (3, 6, 16), (3, 8, 16)]),
@@ -188,14 +204,14 @@ def test_each_size_is_larger_than_the_one_before_and_is_that_of_its_workload(
         ("tokens", [(3, 2, 8), (3, 2, 16), (3, 4, 16), (3, 6, 16)]),
     ],
 )
-def test_what_grows_grows_alone(of: str, sizes: list[tuple[int, int, int]]) -> None:
+def test_what_grows_grows_alone(quantity: str, sizes: list[tuple[int, int, int]]) -> None:
     """Layers, samples and tokens of the first four sizes, in two parts and steps of 8 layers or tokens."""
-    loads = [SizeAxis(of, LOAD, 2, 8).grown(number) for number in range(1, 5)]
+    loads = [SizeAxis(quantity, LOAD, 2, 8).workload_at(size) for size in range(1, 5)]
     assert [(load.num_layers, load.batch_size, load.seq_len) for load in loads] == sizes
 
 
 @pytest.mark.parametrize(
-    ("number", "step"), [(0, 1), (31, 1), (32, 1), (63, 1), (64, 2), (4096, 128), (131_072, 4096)]
+    ("size", "step"), [(0, 1), (31, 1), (32, 1), (63, 1), (64, 2), (4096, 128), (131_072, 4096)]
 )
-def test_a_step_of_tokens_is_at_most_a_32nd_of_what_should_fit(number: int, step: int) -> None:
-    assert SizeAxis("seq", LOAD).fitting(number).step == step
+def test_a_step_of_tokens_is_at_most_a_32nd_of_what_should_fit(size: int, step: int) -> None:
+    assert SizeAxis("seq", LOAD).with_token_steps(size).step == step

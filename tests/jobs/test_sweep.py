@@ -15,7 +15,7 @@ import pytest
 from harness.core.job import GIB, MOST_LAYERS, Budget, Job, Plan, Workload
 from harness.core.record import Record, read_all
 from harness.devices import machine
-from harness.jobs.progress import _Lines, closing_line, print_results
+from harness.jobs.progress import _Lines, job_result_line, print_results
 from harness.jobs.sweep import Store, Sweep
 from harness.plan.fit import Planned, most_layers, resolve
 from papers.report.tables import Entry, record_row
@@ -355,7 +355,7 @@ def test_options_are_told_once_for_each_of_several_jobs(total: int, times: int) 
 
 
 def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Path) -> None:
-    line = closing_line(Sweep(tmp_path).run(plans("l2l"))[0])
+    line = job_result_line(Sweep(tmp_path).run(plans("l2l"))[0])
     for part in ("l2l", "0.0291 M parameters", "samples/s", "host peak", "gate passed (exact)"):
         assert part in line
 
@@ -365,7 +365,7 @@ def test_the_closing_line_names_parameters_speed_peaks_and_verdict(tmp_path: Pat
 )
 def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: int, warning: str) -> None:
     record = records.record(dataclasses.replace(jobs("l2l")[0], steps=6), num_alloc_retries=retries)
-    speed = closing_line(record).split("samples/s")[1].split(", host peak")[0]
+    speed = job_result_line(record).split("samples/s")[1].split(", host peak")[0]
     small_print = record_row(Entry(1, Path("log.json"), record))["samples/s"].more
     assert (
         (speed, small_print) == (f" (the allocator {warning})", f"the allocator {warning}")
@@ -386,7 +386,7 @@ def test_a_run_whose_allocator_had_to_retry_says_so_beside_its_speed(retries: in
 )
 def test_a_speed_that_rests_on_few_steps_says_so(steps: int, warmup: int, warning: str) -> None:
     job = dataclasses.replace(jobs("l2l")[0], steps=steps, warmup=warmup)
-    assert closing_line(records.record(job)).split("samples/s")[1].split(", host peak")[0] == warning
+    assert job_result_line(records.record(job)).split("samples/s")[1].split(", host peak")[0] == warning
 
 
 def test_a_refused_job_is_advised_about_what_was_asked_for() -> None:

@@ -27,7 +27,7 @@ def test_each_cell_tells_the_verdict_with_its_difference_or_how_the_run_ended() 
         dataclasses.replace(records.record(jobs[2]), gate=near),
         records.record(jobs[3], status="oom-host"),
     ]
-    assert verdict_table.rows(jobs, outcomes) == [
+    assert verdict_table.verdict_rows(jobs, outcomes) == [
         ["l2l", "exact", "refused"],
         ["varuna num_stages=2", "tolerance, 1.5e-07", "oom-host"],
     ]
@@ -35,7 +35,7 @@ def test_each_cell_tells_the_verdict_with_its_difference_or_how_the_run_ended() 
 
 def test_a_verdict_stands_below_its_model_where_options_follow_the_model() -> None:
     jobs = [Job("stronghold", load, {"window_size": window}) for load, window in ((LLAMA, 2), (QWEN, 4))]
-    assert verdict_table.rows(jobs, ["refused", records.record(jobs[1])]) == [
+    assert verdict_table.verdict_rows(jobs, ["refused", records.record(jobs[1])]) == [
         ["stronghold window_size=2", "refused", "-"],
         ["stronghold window_size=4", "-", "exact"],
     ]
@@ -45,7 +45,7 @@ def test_columns_are_named_by_models_and_by_layers_where_a_model_has_several_num
     gpt = Workload(num_layers=2)
 
     def heads(*loads: Workload) -> list[str] | None:
-        heads = verdict_table.columns([Job("l2l", load) for load in loads])
+        heads = verdict_table.model_heads([Job("l2l", load) for load in loads])
         return None if heads is None else [*heads.values()]
 
     assert heads(LLAMA, gpt, LLAMA) == ["tiny-llama", "GPT"]

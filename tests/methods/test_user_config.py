@@ -16,7 +16,7 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record
 from harness.gate.probe import NONE
-from harness.jobs.sweep import Sweep, identity
+from harness.jobs.sweep import Sweep, method_identity
 from harness.plan.fit import resolve
 from methods.engines import deepspeed_file
 from methods.engines.deepspeed import engine_config
@@ -248,7 +248,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 def key(config: str | Path) -> str:
     job = resolve(Job("deepspeed", LOAD, {"config": str(config)}))[0]
-    return job.key(**identity(job))
+    return job.key(**method_identity(job))
 
 
 def test_the_same_content_elsewhere_has_the_same_key_and_another_content_another(tmp_path: Path) -> None:

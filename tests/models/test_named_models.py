@@ -14,7 +14,7 @@ from cli import main
 from cli.job_options import make_jobs
 from harness.base.registry import read_entries
 from harness.core.job import Workload
-from harness.jobs.command import command
+from harness.jobs.command import command_of
 from harness.models import named_models
 from tests.support import cli
 from tests.support.configured import config_of
@@ -149,7 +149,7 @@ def test_a_model_by_its_config_is_shortened_by_its_layers() -> None:
     load = job.workload
     assert (load.num_layers, load.hidden_size, load.num_heads, load.vocab_size) == (2, 1024, 16, 151936)
     assert load.layers_text == "Qwen3-0.6B, 2 of 28 layers"
-    again = main.door.commands["run"].make_context("it", shlex.split(command(job))[1:]).params
+    again = main.door.commands["run"].make_context("it", shlex.split(command_of(job))[1:]).params
     assert make_jobs(again, ())[0] == job
 
 

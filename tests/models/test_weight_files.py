@@ -17,7 +17,7 @@ from harness.core import hub_config
 from harness.core.data import batches, token_batches
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
-from harness.jobs.sweep import context, read_by
+from harness.jobs.sweep import files_read_by, method_context
 from harness.models import named_models, weight_files
 from harness.models.model import build
 from harness.models.saved_weights import SavedWeights
@@ -375,10 +375,10 @@ def test_what_cannot_be_started_from_or_saved_is_one_line(
 def test_another_content_is_another_job(tmp_path: Path) -> None:
     folder = written(tmp_path / "in")
     job = Job("resident", starting_from(folder))
-    before = job.key(**context(job.method, read_by(job)))
+    before = job.key(**method_context(job.method, files_read_by(job)))
     path = next(iter(sorted(folder.glob("*.safetensors"))))
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    assert job.key(**context(job.method, read_by(job))) != before
+    assert job.key(**method_context(job.method, files_read_by(job))) != before
 
 
 def test_a_killed_writer_leaves_nothing_that_loads_and_the_next_one_removes_it(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from harness.base import console
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate.probe import LEFT_OUT
-from harness.jobs.command import command
+from harness.jobs.command import command_of
 from papers.claims import claims, verify
 from papers.claims.judge import Finding
 from papers.figures import case
@@ -252,7 +252,7 @@ def test_a_record_is_shown_whole_but_for_its_tensors(page: Page) -> None:
 def test_the_call_that_repeats_a_run_leaves_the_probe_out_where_the_run_did(left: str, options: str) -> None:
     run = dataclasses.replace(RECORDS[0], gate=Gate("exact", "", f"bit-equal{left}"))
     again = dict(tables.Entry(1, Path("log.json"), run).facts)["run again"]
-    assert again == f"{command(run.job)}{options} --rerun"
+    assert again == f"{command_of(run.job)}{options} --rerun"
 
 
 def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
