@@ -26,7 +26,7 @@ from harness.core.cpu_cores import available_cores
 from harness.core.job import Job, Workload
 from harness.core.record import Record
 from harness.gate import evidence, limits
-from harness.gate.departures import TENSORS
+from harness.gate.departures import TENSOR_FAILURES
 from harness.gate.verdict import judge
 
 SIZES = [
@@ -85,14 +85,18 @@ def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, 
     """Return the record's largest distance from the reference, as a multiple of the change that dropout itself causes,
     and the name of the fact that has this distance, such as loss.
     """
-    floor = limits.floor(reference, [undropped]).alike()
+    floor = limits.rounding_floor(reference, [undropped]).alike()
     far = {
-        "loss": zip(evidence.differences(record.losses, reference.losses), floor.losses, strict=True),
-        "norm": zip(evidence.differences(record.grad_norms, reference.grad_norms), floor.norms, strict=True),
+        "loss": zip(
+            evidence.relative_differences(record.losses, reference.losses), floor.losses, strict=True
+        ),
+        "norm": zip(
+            evidence.relative_differences(record.grad_norms, reference.grad_norms), floor.norms, strict=True
+        ),
     }
     found = {what: max(ours / limit for ours, limit in pairs) for what, pairs in far.items()}
-    for part, (reason, _) in TENSORS.items():
-        own = evidence.COMPARED[part](record, reference)
+    for part, (reason, _) in TENSOR_FAILURES.items():
+        own = evidence.COMPARISONS[part](record, reference)
         found[f"{part} ({reason})"] = max(
             (each / floor.tensors[part][name] for name, each in own.items()), default=0.0
         )
@@ -144,7 +148,7 @@ def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
         print(f"{name:35} {times:8.2f}  {where:30} {verdict}", flush=True)
         told = round(times, 2) if math.isfinite(times) else None  # JSON has no infinity
         rows.append({"name": name, "times": told, "where": where, "verdict": verdict})
-    write_whole(out, json.dumps({"allowed": limits.DROPOUT_ALLOWED, "rows": rows}, indent=1))
+    write_whole(out, json.dumps({"allowed": limits.DROPOUT_MULTIPLE, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from harness.gate import evidence
 from harness.gate.court import is_peer, judge_run, model_of, reference_of
 from harness.gate.evidence import Trial
 from harness.gate.probe import RATES, ROUNDED, Probe
-from harness.gate.verdict import SEVERITY
+from harness.gate.verdict import VERDICTS_BY_SEVERITY
 
-JUDGED_HERE = "judged here, not by the sender"
+JUDGED_HERE_TEXT = "judged here, not by the sender"
 
 
 @dataclass(frozen=True)
@@ -45,24 +45,24 @@ class Archive:
             verdict = judge_run(record, self)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             # some fields may hold any JSON value
-            raise ValueError(
-                f"expected a record that can be judged, got {type(error).__name__}: {error}"
-            ) from error
+            message = f"expected a record that can be judged, got {type(error).__name__}: {error}"
+            raise ValueError(message) from error
         if not record.is_judged:
-            return dataclasses.replace(verdict, text=f"{verdict.text}; {JUDGED_HERE}")
-        sent = record.gate
-        if SEVERITY.index(verdict.verdict) >= SEVERITY.index(sent.verdict):
+            return dataclasses.replace(verdict, text=f"{verdict.text}; {JUDGED_HERE_TEXT}")
+        sent_verdict = record.gate
+        if VERDICTS_BY_SEVERITY.index(verdict.verdict) >= VERDICTS_BY_SEVERITY.index(sent_verdict.verdict):
             return verdict
-        text = f"sent as {sent.verdict}: {sent.text}; by what came with it: {verdict.text}"
-        return Gate(sent.verdict, sent.reason, text, verdict.evidence)
+        text = f"sent as {sent_verdict.verdict}: {sent_verdict.text}; by what came with it: {verdict.text}"
+        return Gate(sent_verdict.verdict, sent_verdict.reason, text, verdict.evidence)
 
     def need(self, job: Job) -> Record | None:
-        return _newest(_trainings_like(job, self.runs))
+        return _newest_ended(_trainings_like(job, self.runs))
 
     def twins(self, whole: Record, number: int, reference: Job, most: int) -> tuple[Record, Record] | Gate:
         """Return the twin that the run's verdict names, and its reference, at whatever depth they have."""
         key = whole.gate.evidence.get("twin")
-        twin = _newest(run for run in self.runs if run.key == key and run.job.method == whole.job.method)
+        twins = (run for run in self.runs if run.key == key and run.job.method == whole.job.method)
+        twin = _newest_ended(twins)
         model = twin and model_of(twin, number)
         twin_reference = model and self.need(reference_of(model.job))
         if model is None or twin_reference is None:
@@ -74,48 +74,50 @@ class Archive:
 
     def probe(self, whole: Record, number: int) -> Probe:
         """Return the probes that the run's verdict names, fp32 first."""
-        named = whole.gate.evidence.get("probe")
-        trials = tuple(self._trials(whole, number, named)) if isinstance(named, dict) else ()
+        key_by_dtype = whole.gate.evidence.get("probe")
+        trials: tuple[Trial, ...] = ()
+        if isinstance(key_by_dtype, dict):
+            trials = tuple(self._trials(whole, number, key_by_dtype))
         untested, missing = "" if trials else "no probe came with it", ""
-        if named and len(trials) < len(named):
-            missing = f"{len(trials)} of the {len(named)} probes that its verdict names came with it"
+        if key_by_dtype and len(trials) < len(key_by_dtype):
+            missing = f"{len(trials)} of the {len(key_by_dtype)} probes that its verdict names came with it"
         return Probe(trials, untested, missing=missing)
 
-    def _trials(self, whole: Record, number: int, keys: dict[str, str]) -> Iterator[Trial]:
-        """Yield the trials of the run's probe, each with all trainings that it is compared with. `keys`: the key of
-        each probe, by its dtype. A probe counts only if it was trained by the same source code as the run."""
-        for dtype, key in sorted(keys.items(), key=lambda pair: pair[0] != "fp32"):
-            probes = (one for one in self.probes if one.key == key and _is_probe_of(whole, one, dtype))
-            trained = _newest(probes)
-            if trained is None:
+    def _trials(self, whole: Record, number: int, key_by_dtype: dict[str, str]) -> Iterator[Trial]:
+        """Yield the trials of the run's probe, each with all trainings that it is compared with. A probe counts only if
+        it was trained by the same source code as the run."""
+        for dtype, key in sorted(key_by_dtype.items(), key=lambda pair: pair[0] != "fp32"):
+            probes = (
+                probe for probe in self.probes if probe.key == key and _is_probe_of(whole, probe, dtype)
+            )
+            newest_probe = _newest_ended(probes)
+            if newest_probe is None:
                 continue
-            record = model_of(trained, number)
-            reference = _newest(_trainings_like(reference_of(record.job), self.probes))
+            record = model_of(newest_probe, number)
+            reference = _newest_ended(_trainings_like(reference_of(record.job), self.probes))
             if reference is None:
                 continue
-            if evidence.is_same(record, reference):
+            if evidence.is_bit_equal(record, reference):
                 yield Trial(record, reference)
                 continue
-            rounded = _trainings_like(dataclasses.replace(reference.job, method=ROUNDED), self.probes)
-            others = tuple(model for training in rounded for model in training.models())
+            rounded_job = dataclasses.replace(reference.job, method=ROUNDED)
+            others: list[Record] = []
+            for training in _trainings_like(rounded_job, self.probes):
+                others += training.models()
             if others:
-                yield Trial(record, reference, others)
+                yield Trial(record, reference, tuple(others))
 
 
 def _trainings_like(job: Job, records: Iterable[Record]) -> Iterator[Record]:
     """Yield the records of trainings with the same method, workload, steps and device as the job."""
     for record in records:
         other = record.job
-        if (other.method, other.workload, other.steps, other.device) == (
-            job.method,
-            job.workload,
-            job.steps,
-            job.device,
-        ):
+        is_alike = (other.method, other.workload) == (job.method, job.workload)
+        if is_alike and (other.steps, other.device) == (job.steps, job.device):
             yield record
 
 
-def _newest(records: Iterable[Record]) -> Record | None:
+def _newest_ended(records: Iterable[Record]) -> Record | None:
     """Return the newest record of a training that ended with status ok; None if there is none."""
     ended_ok = (record for record in records if record.status == "ok")
     return max(ended_ok, key=lambda record: record.started, default=None)

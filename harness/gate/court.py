@@ -19,9 +19,9 @@ from harness.core import method
 from harness.core.job import MOST_LAYERS, Budget, Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate import departures, probe
-from harness.gate.evidence import Trial, is_same, other_scales, promises_bits
+from harness.gate.evidence import Trial, is_bit_equal, promises_bits, scale_difference_text
 from harness.gate.probe import Extent, Probe
-from harness.gate.verdict import judge, needs_no_probe, together, unasked, with_probe
+from harness.gate.verdict import combine_verdicts, judge, judge_models, needs_no_probe, with_probe
 
 
 class Witnesses(Protocol):
@@ -65,7 +65,9 @@ class Trainings(Protocol):
 def judge_run(whole: Record, witnesses: Witnesses) -> Gate:
     """Return the verdict on a run that ended ok: the worst of the verdicts on its models."""
     models = range(1 + len(whole.others))
-    return unasked(whole) or together([_judge_model(whole, number, witnesses) for number in models])
+    return judge_models(whole) or combine_verdicts(
+        [_judge_model(whole, number, witnesses) for number in models]
+    )
 
 
 def _judge_model(whole: Record, number: int, witnesses: Witnesses) -> Gate:
@@ -115,10 +117,10 @@ def reference_of(job: Job, folders: tuple[Path, ...] = ()) -> Job:
 
 def is_peer(record: Record, job: Job) -> bool:
     """True if the record is another method's, of a training of the job's workload that passed."""
-    passed = record.status == "ok" and record.gate.passed
+    has_passed = record.status == "ok" and record.gate.passed
     other = record.job
-    is_same = (other.workload, other.steps, other.device) == (job.workload, job.steps, job.device)
-    return passed and is_same and other.method != job.method
+    is_same_training = (other.workload, other.steps, other.device) == (job.workload, job.steps, job.device)
+    return has_passed and is_same_training and other.method != job.method
 
 
 def model_of(record: Record, number: int) -> Record:
@@ -146,19 +148,18 @@ def train_twins(
 
 def _at_depth(job: Job, depth: int, folders: tuple[Path, ...]) -> Job:
     """Return the same job with `depth` layers, so that the same code trains it."""
-    trained = method.create(job.method, job.options, folders)
-    options = trained.twin_options(job.workload.num_layers, depth)
-    return dataclasses.replace(
-        job, workload=job.workload.at_depth(depth), options=options, trace=None, save=None
-    )
+    configured_method = method.create(job.method, job.options, folders)
+    options = configured_method.twin_options(job.workload.num_layers, depth)
+    load = job.workload.at_depth(depth)
+    return dataclasses.replace(job, workload=load, options=options, trace=None, save=None)
 
 
 class NoTrial(NamedTuple):
-    """The result of a probe that could not train. `why`: the reason, as text. `is_of_the_size_that_trained`: True if
-    the probe had the size of the run, so that only its learning rate was different."""
+    """The result of a probe that could not train. `reason`: a text. `is_at_run_size`: True if the probe had the size of
+    the run, so that only its learning rate was different."""
 
-    why: str
-    is_of_the_size_that_trained: bool
+    reason: str
+    is_at_run_size: bool
 
 
 @dataclass(frozen=True)
@@ -176,15 +177,15 @@ class ProbeTraining:
         """Return the probe. In half precision it is repeated in fp32, unless it gives the very bits of the
         reference."""
         trial = self._trial(self.job.workload.dtype)
-        trials, untested = ([trial], "") if isinstance(trial, Trial) else ([], trial.why)
-        refused = trial.why if isinstance(trial, NoTrial) and trial.is_of_the_size_that_trained else ""
-        has_bits = isinstance(trial, Trial) and is_same(trial.record, trial.reference)
+        trials, untested = ([trial], "") if isinstance(trial, Trial) else ([], trial.reason)
+        refused = trial.reason if isinstance(trial, NoTrial) and trial.is_at_run_size else ""
+        has_bits = isinstance(trial, Trial) and is_bit_equal(trial.record, trial.reference)
         if self.job.workload.dtype != "fp32" and not has_bits:
-            wide = self._trial("fp32")
-            if isinstance(wide, Trial):
-                trials.insert(0, wide)
+            fp32_trial = self._trial("fp32")
+            if isinstance(fp32_trial, Trial):
+                trials.insert(0, fp32_trial)
             else:
-                untested = "; ".join(filter(None, (untested, wide.why)))
+                untested = "; ".join(filter(None, (untested, fp32_trial.reason)))
         return Probe(tuple(trials), untested, refused)
 
     def _trial(self, dtype: str) -> Trial | NoTrial:
@@ -203,24 +204,24 @@ class ProbeTraining:
         probed = dataclasses.replace(
             self.job, workload=load, steps=self.extent.steps, warmup=0, budget=self._budget()
         )
-        small, depth, why = self._deep_enough(dataclasses.replace(probed, trace=None, save=None))
-        if why:
+        probe_job, depth, reason = self._deep_enough(dataclasses.replace(probed, trace=None, save=None))
+        if reason:
             whole = self.job.workload
-            is_whole = (depth, load.batch_size) == (whole.num_layers, whole.batch_size)
-            return NoTrial(f"no probe in {load.dtype}: {why}", is_whole)
-        record = model_of(self.trainings.record_of(small, "probe", self.is_beyond_plan), self.number)
+            is_at_run_size = (depth, load.batch_size) == (whole.num_layers, whole.batch_size)
+            return NoTrial(f"no probe in {load.dtype}: {reason}", is_at_run_size)
+        record = model_of(self.trainings.record_of(probe_job, "probe", self.is_beyond_plan), self.number)
         reference_job = reference_of(record.job, self.trainings.folders)
         trial = Trial(record, self.trainings.record_of(reference_job, "probe"))
-        if record.status != "ok" or trial.reference.status != "ok" or is_same(record, trial.reference):
+        if record.status != "ok" or trial.reference.status != "ok" or is_bit_equal(record, trial.reference):
             return trial
         for names in probe.roundings_of(load.dtype):
-            budget = Budget(seconds=small.budget.seconds)
+            budget = Budget(seconds=probe_job.budget.seconds)
             rounded = dataclasses.replace(probe.rounding(reference_job, names), budget=budget)
             models = self.trainings.record_of(rounded, "probe").models()
             trial = trial._replace(others=(*trial.others, *models))
             if load.loss_scale_window and not promises_bits(record) and skips_differ(trial):
                 return self._trial_of(dataclasses.replace(load, loss_scale_window=None))
-            if departures.of_trial(trial) is None:
+            if departures.trial_departure(trial) is None:
                 break
         return trial
 
@@ -239,24 +240,24 @@ class ProbeTraining:
         """Double the probe's number of layers until the method can train the job with it. Return the job, its number of
         layers, and an empty text or, if no number works, the reason."""
         reference = reference_of(job, self.trainings.folders)
-        most = min(job.workload.num_layers, self.trainings.most_layers(reference))
-        depth, why = min(most, self.extent.layers), "the reference does not fit at any depth"
+        most_layers = min(job.workload.num_layers, self.trainings.most_layers(reference))
+        depth, reason = min(most_layers, self.extent.layers), "the reference does not fit at any depth"
         while depth >= 1:
             try:
-                small = _at_depth(job, depth, self.trainings.folders)
-                why = "" if self.is_beyond_plan else self.trainings.shortfall(small) or ""
-                if not why:
-                    return small, depth, ""
+                deeper_job = _at_depth(job, depth, self.trainings.folders)
+                reason = "" if self.is_beyond_plan else self.trainings.shortfall(deeper_job) or ""
+                if not reason:
+                    return deeper_job, depth, ""
             except ValueError as error:  # the method has no model with so few layers
-                why = str(error)
-            if depth == most:
+                reason = str(error)
+            if depth == most_layers:
                 break
-            depth = min(2 * depth, most)
-        return job, depth, why
+            depth = min(2 * depth, most_layers)
+        return job, depth, reason
 
 
 def skips_differ(trial: Trial) -> bool:
     """True if a rounding, or an engine's own rule of the scale, decides whether a step overflows: then the trainings
     skip different steps, so that their distance is no measure of rounding. A method that promises the reference's bits
     needs no such measure."""
-    return any(other_scales(record, trial.reference) for record in (trial.record, *trial.others))
+    return any(scale_difference_text(record, trial.reference) for record in (trial.record, *trial.others))

@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 
 from harness.core.record import Record, Tensor
 
-LEAST = 1e-7  # smallest relative difference that counts: one rounding in fp32
+LEAST_DIFFERENCE = 1e-7  # smallest relative difference that counts: one rounding in fp32
 # Allowed distance, relative to a tensor's size, because a few elements may round in the other direction. It matters for
 # the weights of norms: they are near 1, and at the published rate they move by only a few units in the last place.
-ROUNDING = 2**-24 / 4
+ROUNDING_ALLOWANCE = 2**-24 / 4
 # largest allowed relative difference between two norms of bit-equal gradients; engines differ by up to 1.2e-7
-SUMMED = 1e-6
+NORM_SUM_TOLERANCE = 1e-6
 Moment = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: dict[str, Moment] = {"first moments": "exp_avg", "second moments": "exp_avg_sq"}
 
@@ -37,7 +37,7 @@ class Trial(NamedTuple):
         return self.record.job.workload.dtype
 
 
-def kernels(record: Record) -> tuple[str, str]:
+def device_and_dtype(record: Record) -> tuple[str, str]:
     """Return the device and the dtype that determine the rounding to expect. For sim the device is the CPU, whose
     kernels it uses."""
     device = "cpu" if record.job.device == "sim" else record.job.device
@@ -46,18 +46,18 @@ def kernels(record: Record) -> tuple[str, str]:
 
 def promises_bits(record: Record) -> bool:
     """True if the record's method must give the reference's very bits. Methods promise them on a CPU only."""
-    return record.bit_exact and kernels(record)[0] == "cpu"
+    return record.bit_exact and device_and_dtype(record)[0] == "cpu"
 
 
-def is_same(record: Record, reference: Record) -> bool:
+def is_bit_equal(record: Record, reference: Record) -> bool:
     """True if all losses and final weights are bit-equal. The gradient norms may differ by the rounding of their own
     sums."""
     if record.losses != reference.losses:
         return False
-    norm_differences = differences(record.grad_norms, reference.grad_norms)
+    norm_differences = relative_differences(record.grad_norms, reference.grad_norms)
     for difference, norm in zip(norm_differences, reference.grad_norms, strict=False):
         # In a step that fp16 skipped, the reference's norm is not finite: leave it out.
-        if norm is not None and math.isfinite(norm) and not difference <= SUMMED:
+        if norm is not None and math.isfinite(norm) and not difference <= NORM_SUM_TOLERANCE:
             return False
     for name, tensor in reference.tensors.items():
         bits = tensor.get("sha256")
@@ -66,19 +66,19 @@ def is_same(record: Record, reference: Record) -> bool:
     return True
 
 
-def comparable_steps(record: Record, reference: Record) -> int:
+def num_comparable_steps(record: Record, reference: Record) -> int:
     """Return the number of steps to compare. In fp16 only the steps before the first different loss scale or skip are
     compared, because from there on the two trainings skip different steps."""
     num_losses = min(len(record.losses), len(reference.losses))
     if "fp16" not in (record.job.workload.dtype, reference.job.workload.dtype):
         return num_losses
     scales = enumerate(zip(record.loss_scales, reference.loss_scales, strict=False), start=1)
-    other_scale = [step for step, (scale, expected) in scales if scale != expected]
-    other_skips = set(record.skipped_steps) ^ set(reference.skipped_steps)
-    return min([*other_scale, *other_skips, num_losses + 1]) - 1
+    steps_with_other_scale = [step for step, (scale, expected) in scales if scale != expected]
+    steps_with_other_skip = set(record.skipped_steps) ^ set(reference.skipped_steps)
+    return min([*steps_with_other_scale, *steps_with_other_skip, num_losses + 1]) - 1
 
 
-def other_scales(record: Record, reference: Record) -> str:
+def scale_difference_text(record: Record, reference: Record) -> str:
     """Return, as text, the first difference in skipped steps or in loss scales; empty if there is none."""
     if record.skipped_steps != reference.skipped_steps:
         skips, expected = _skips_text(record), _skips_text(reference)
@@ -98,10 +98,14 @@ def _skips_text(record: Record) -> str:
 def loss_differences(record: Record, other: Record) -> list[tuple[int, float, float, float]]:
     """Return, for each step with a loss in both records, its number, both losses and their relative difference."""
     pairs = enumerate(zip(record.losses, other.losses, strict=False), start=1)
-    return [(step, a, b, abs(a - b) / abs(b)) for step, (a, b) in pairs if a is not None and b is not None]
+    losses = []
+    for step, (loss, expected) in pairs:
+        if loss is not None and expected is not None:
+            losses.append((step, loss, expected, abs(loss - expected) / abs(expected)))
+    return losses
 
 
-def differences(values: Sequence[float | None], expected: Sequence[float | None]) -> list[float]:
+def relative_differences(values: Sequence[float | None], expected: Sequence[float | None]) -> list[float]:
     """Return the relative difference of each step's two values. The difference is 0 if a log lacks a value, or if
     neither value is finite. In fp16 both trainings skip such a step; the order of a sum decides whether its norm is
     infinite or NaN."""
@@ -109,7 +113,7 @@ def differences(values: Sequence[float | None], expected: Sequence[float | None]
     def difference(a: float | None, b: float | None) -> float:
         if a is None or b is None or a == b or not (math.isfinite(a) or math.isfinite(b)):
             return 0.0
-        return abs(a - b) / (abs(b) or LEAST)
+        return abs(a - b) / (abs(b) or LEAST_DIFFERENCE)
 
     return [difference(a, b) for a, b in zip(values, expected, strict=False)]
 
@@ -123,15 +127,15 @@ def _tensor_pairs(record: Record, reference: Record) -> Iterator[tuple[str, Tens
             yield name, tensor, expected
 
 
-def distances(record: Record, reference: Record) -> dict[str, float]:
+def tensor_distances(record: Record, reference: Record) -> dict[str, float]:
     """Return, for each tensor, the distance between its change and its change in the reference, divided by the size of
-    the reference's change. The distance is measured between the two sketches, less an allowance (ROUNDING) for the
-    rounding of single elements."""
+    the reference's change. The distance is measured between the two sketches, less an allowance
+    (ROUNDING_ALLOWANCE) for the rounding of single elements."""
     by_name = {}
     for name, tensor, expected in _tensor_pairs(record, reference):
         sketch, expected_sketch = tensor.get("sketch"), expected.get("sketch")
         if sketch and expected_sketch and expected["moved"]:
-            distance = math.dist(sketch, expected_sketch) - ROUNDING * expected.get("size", 0.0)
+            distance = math.dist(sketch, expected_sketch) - ROUNDING_ALLOWANCE * expected.get("size", 0.0)
             by_name[name] = max(0.0, distance) / expected["moved"]
     return by_name
 
@@ -151,7 +155,7 @@ def moment_differences(record: Record, reference: Record, moment: Moment) -> dic
 def size_differences(record: Record, reference: Record) -> dict[str, float]:
     """Return the relative difference of each tensor's final size. Weight decay shows in it, because rounding changes a
     size far less than it changes the single elements. A tensor with elements that only rounding changes is left out."""
-    pairs = ratios(record, reference, "size").items()
+    pairs = fact_ratios(record, reference, "size").items()
     return {name: abs(ratio - 1) for name, ratio in pairs if "left_out" not in reference.tensors[name]}
 
 
@@ -160,15 +164,15 @@ def has_moments(record: Record, moment: Moment) -> bool:
 
 
 # For each compared fact: the function that returns the relative difference of every tensor from the reference.
-COMPARED: dict[str, Callable[[Record, Record], dict[str, float]]] = {
-    "way": distances,
+COMPARISONS: dict[str, Callable[[Record, Record], dict[str, float]]] = {
+    "way": tensor_distances,
     "exp_avg": partial(moment_differences, moment="exp_avg"),
     "exp_avg_sq": partial(moment_differences, moment="exp_avg_sq"),
     "size": size_differences,
 }
 
 
-def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
+def fact_ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
     """Return, for each tensor, its fact `key` (such as the distance moved) divided by the reference's fact."""
     by_name = {}
     for name, expected in reference.tensors.items():
@@ -183,4 +187,5 @@ def ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
 
 def names_text(names: Sequence[str]) -> str:
     """Return the first three names as text, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + others

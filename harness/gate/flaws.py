@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.core.job import Job
 from harness.core.method import workloads_of
 from harness.core.record import PRODUCTS_IN, Record
@@ -16,8 +17,8 @@ from harness.gate.evidence import Trial, names_text
 # Half the distance from 1 to the next larger float: a smaller step upwards leaves a weight of 1 unchanged. Downwards, a
 # step of half this size changes the weight, but AdamW's step is often less than half its rate.
 SMALLEST_STEP = 2**-24
-CHANGED = "changed-code"  # reason of a verdict that rests on code that changed meanwhile
-AGAIN = "trained by other source code than the run; try the same call again"
+CHANGED_CODE = "changed-code"  # reason of a verdict that rests on code that changed meanwhile
+OTHER_CODE_TEXT = "trained by other source code than the run; try the same call again"
 
 
 class Flaw(NamedTuple):
@@ -26,10 +27,10 @@ class Flaw(NamedTuple):
 
     reason: str
     text: str
-    evidence: dict[str, Any] = {}  # noqa: RUF012
+    evidence: JsonObject = {}  # noqa: RUF012
 
 
-def flaw(record: Record) -> Flaw | None:
+def find_flaw(record: Record) -> Flaw | None:
     """Return a record's first flaw; None if all steps ran, all numbers are finite and every tensor changed."""
     return _flaw_of_steps(record) or _flaw_of_tensors(record)
 
@@ -40,7 +41,7 @@ def _flaw_of_steps(record: Record) -> Flaw | None:
             return Flaw("not-finite", f"the loss is {loss} from step {step} on", {"step": step})
     if len(record.losses) != record.job.steps:
         return Flaw("incomplete", f"{len(record.losses)} of {record.job.steps} steps have a loss")
-    # fp16 is left out: a step that fp16 skips has a norm that is not finite. other_scales() compares skipped steps.
+    # fp16 is left out: a step that fp16 skips has a norm that is not finite. scale_difference_text() compares skips.
     if record.origin == "run" and record.job.workload.dtype != "fp16":
         for step, norm in enumerate(record.grad_norms, start=1):
             if norm is not None and not math.isfinite(norm):
@@ -57,43 +58,44 @@ def _flaw_of_tensors(record: Record) -> Flaw | None:
         if not all(number is None or math.isfinite(float(number)) for number in numbers):
             return Flaw("not-finite", f"{name} or a moment of it is not finite after the last step")
     dtype = record.job.workload.dtype
-    products = [name for name in record.kernels if name.startswith(PRODUCTS_IN)]
-    if dtype != "fp32" and products and PRODUCTS_IN + dtype not in products:
-        text = f"it trained otherwise than in {dtype}: its second step had {names_text(products)} alone"
+    product_kernels = [name for name in record.kernels if name.startswith(PRODUCTS_IN)]
+    if dtype != "fp32" and product_kernels and PRODUCTS_IN + dtype not in product_kernels:
+        text = (
+            f"it trained otherwise than in {dtype}: its second step had {names_text(product_kernels)} alone"
+        )
         return Flaw("dtype", text)
     # AdamW's step is at most the learning rate, which may be too small to change a weight near 1.
     is_small_step = record.job.workload.learning_rate_at(record.job.steps) < SMALLEST_STEP
-    unchanged = [
-        name
-        for name, tensor in record.tensors.items()
-        if not tensor["changed"] and not (is_small_step and tensor.get("exp_avg"))
-    ]
-    if unchanged:
-        text = f"{names_text(unchanged)} did not change in {counted(record.job.steps, 'step')}"
-        return Flaw("unchanged", text, {"tensors": unchanged})
+    unchanged_tensors = []
+    for name, tensor in record.tensors.items():
+        if not tensor["changed"] and not (is_small_step and tensor.get("exp_avg")):
+            unchanged_tensors.append(name)
+    if unchanged_tensors:
+        text = f"{names_text(unchanged_tensors)} did not change in {counted(record.job.steps, 'step')}"
+        return Flaw("unchanged", text, {"tensors": unchanged_tensors})
     return None
 
 
-def untrained(record: Record, reason: str = "") -> str:
+def untrained_reason(record: Record, reason: str = "") -> str:
     """Return, as text, why a record shows no training to compare with; empty if it shows one. `reason`: a text to
     append to the record's status."""
     if record.status != "ok":
         return f"ended as {record.status}{reason}"
-    first = other_code(record) or flaw(record)
-    return first.text if first else ""
+    flaw = find_uncovered_code(record) or find_flaw(record)
+    return flaw.text if flaw else ""
 
 
-def unasked(record: Record) -> Flaw | None:
+def find_wrong_models(record: Record) -> Flaw | None:
     """Return a flaw if the record's models are not the ones that its job asks for; else None. The throughput of such a
     record would be wrong, because it counts the samples of all models."""
     num_models, num_trained = record.job.options.get("num_models", 1), 1 + len(record.others)
     if num_trained != num_models:
         text = f"{counted(num_trained, 'model')} trained, the job asks for {num_models}"
         return Flaw("models", text)
-    first = dataclasses.asdict(record.job.workload)
+    first_workload = dataclasses.asdict(record.job.workload)
     expected = workloads_of(record.job)[1:] if record.others else []
     for number, (load, other) in enumerate(zip(expected, record.others, strict=True), start=2):
-        if {**first, **other["workload"]} != dataclasses.asdict(load):
+        if {**first_workload, **other["workload"]} != dataclasses.asdict(load):
             load_text = (
                 f"learning rate {load.learning_rate:g} and batch size {load.batch_size}, else as the first"
             )
@@ -102,12 +104,12 @@ def unasked(record: Record) -> Flaw | None:
     return None
 
 
-def elsewhere(record: Record) -> Flaw | None:
+def find_uncounted_training(record: Record) -> Flaw | None:
     """Return a flaw if the run did not do all of its training itself, by the code and data of its key; else None. Such
     a run executed code that its key does not cover, or code or data that changed meanwhile, resumed from a checkpoint
     of other source code, or computed on a device, or kept its state in a memory, that is not counted."""
-    if of_code := other_code(record):
-        return of_code
+    if code_flaw := find_uncovered_code(record):
+        return code_flaw
     steps, source = record.schedule.get("resumed_steps", 0), record.schedule.get("resumed_source")
     if steps >= record.job.steps:
         return Flaw("no-step", f"all of its {steps} steps are the checkpoint's: none was trained here")
@@ -154,7 +156,7 @@ def least_state_bytes(job: Job) -> int:
     return state_bytes // num_shares
 
 
-def other_code(record: Record) -> Flaw | None:
+def find_uncovered_code(record: Record) -> Flaw | None:
     """Return a flaw if the run executed code that its key does not cover, or if its code or data changed meanwhile;
     else None. No verdict may rest on such a record."""
     if unlisted := record.software.get("unlisted"):
@@ -162,20 +164,20 @@ def other_code(record: Record) -> Flaw | None:
         return Flaw("unlisted-code", f"{text}; import it by its name in the method's file")
     if changed := record.software.get("changed"):
         text = f"{names_text(changed)} changed while it ran or waited; try the same call again"
-        return Flaw(CHANGED, text)
+        return Flaw(CHANGED_CODE, text)
     return None
 
 
-def is_of_another(record: Record, run: Record) -> bool:
+def has_other_source(record: Record, run: Record) -> bool:
     """True if other source code of the method trained `record` than the run that it is evidence for."""
     return record.software.get("source") != run.software.get("source")
 
 
-def other_code_of_trial(trial: Trial, run: Record) -> str:
+def uncovered_code_text(trial: Trial, run: Record) -> str:
     """Return, as text, why a trial is no evidence of how the run's code trains; empty if it is."""
-    if is_of_another(trial.record, run):
-        return f"the probe in {trial.dtype}: {AGAIN}"
+    if has_other_source(trial.record, run):
+        return f"the probe in {trial.dtype}: {OTHER_CODE_TEXT}"
     for record in (trial.record, trial.reference, *trial.others):
-        if of_code := other_code(record):
-            return f"{record.job.method}'s probe in {trial.dtype}: {of_code.text}"
+        if code_flaw := find_uncovered_code(record):
+            return f"{record.job.method}'s probe in {trial.dtype}: {code_flaw.text}"
     return ""

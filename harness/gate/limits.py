@@ -17,7 +17,7 @@ from typing import NamedTuple
 from harness.core.job import BETAS
 from harness.core.record import Record
 from harness.gate import evidence
-from harness.gate.evidence import COMPARED, LEAST
+from harness.gate.evidence import COMPARISONS, LEAST_DIFFERENCE
 
 # By device and dtype: largest allowed relative difference of a step's loss. Kernels that sum in another order differ by
 # about 1e-6 in fp32 after 20 steps. bf16 has 8 bits of mantissa, fp16 has 11. On CUDA, atomics and fused attention add
@@ -68,27 +68,29 @@ SETTLED_STEPS = 20
 # the reference. A single tensor may change little by chance, so all tensors have the limit of the tensor that changes
 # most. Honest runs needed 1.6 to 3.6 times when this was chosen (results/LOG.md), those of bench/dropout_rule.py 0.8 to
 # 2.9 times.
-DROPOUT_ALLOWED = 6.0
+DROPOUT_MULTIPLE = 6.0
 # Limit of a probe as a multiple of the floor. In fp32 324 honest runs of three sizes reached 6.2; planted faults begin
 # at 68 (results/LOG.md). In fp16 the second moment of one bias reached 22 in 4 layers x 64, where all else was below 2.
 # bench/gate_power.py tries the limits on further models and faults.
-ALLOWED, ALLOWED_IN_HALF = 20.0, 40.0
+FLOOR_MULTIPLE, FLOOR_MULTIPLE_IN_HALF = 20.0, 40.0
 # Limit of the median tensor's way in bf16, likewise, because a median scatters less than the farthest tensor: 77 honest
 # runs of six seeds reached 1.06, a copy to bf16 without each matrix's last row is at 4.5 (results/LOG.md).
-ALLOWED_MEDIAN_WAY = 3.0
+MEDIAN_WAY_MULTIPLE = 3.0
 # Number of layers up to which these limits hold. Each layer amplifies a rounding error by a factor that scatters, so
 # limits grow with the depth: noise of one ulp in each product reached 25 times the floor in 6 layers.
-DEPTH = 4
-FEW = 3  # number of a tensor's elements that may end at their starting values by chance
+CALIBRATED_LAYERS = 4
+MOST_UNCHANGED_ELEMENTS = 3  # number of a tensor's elements that may end at their starting values by chance
 # Distance by which the rounding of one step of AdamW may move a tensor, relative to the tensor's size, as a multiple of
 # 2**-24. Errors of several steps add up like a random walk. AdamW computed in fp64 was 0.2 times 2**-24 for each square
 # root of a step away (20 steps at a rate of 1.5e-5).
 STEP_ROUNDING = 0.25
-NAMING = 2.0  # in a failed probe, the first difference beyond this multiple of the floor names the fault
-# a fault whose first difference is below FAINT * NAMING times the floor may have begun at an earlier step
-# (results/LOG.md)
-FAINT = 20.0
-FIRST = 5  # number of first steps that share one floor: at a single step, two roundings may agree by chance
+# In a failed probe, the first difference beyond this multiple of the floor names the fault.
+NAMING_MULTIPLE = 2.0
+# A fault whose first difference is below FAINT_MULTIPLE * NAMING_MULTIPLE times the floor may have begun at an earlier
+# step (results/LOG.md).
+FAINT_MULTIPLE = 20.0
+# Number of first steps that share one floor: at a single step, two roundings may agree by chance.
+FIRST_STEPS = 5
 # Largest relative error of a norm, divided by the number of elements to the power 1.5. On a CPU the reference's norm is
 # one fp32 sum of squares. For normally distributed elements the sum's error is a twentieth of this limit; the error is
 # larger for elements that differ more (results/LOG.md).
@@ -142,37 +144,41 @@ class Limits(NamedTuple):
         return self._replace(tensors=tensors)
 
 
-def of_probe(rounding: Limits, reference: Record) -> Limits:
+def probe_limits(rounding: Limits, reference: Record) -> Limits:
     """Return the limits of a probe: multiples of its floor, `rounding`."""
     load = reference.job.workload
-    deeper = max(1.0, load.num_layers / DEPTH)
-    allowed = ALLOWED if load.dtype == "fp32" else ALLOWED_IN_HALF
-    limits = rounding.times(allowed * deeper).of_rounded_betas()
+    depth_factor = max(1.0, load.num_layers / CALIBRATED_LAYERS)
+    multiple = FLOOR_MULTIPLE if load.dtype == "fp32" else FLOOR_MULTIPLE_IN_HALF
+    limits = rounding.times(multiple * depth_factor).of_rounded_betas()
     if load.dtype != "bf16":
         return limits
-    median_way = ALLOWED_MEDIAN_WAY * deeper * rounding.medians["way"]
+    median_way = MEDIAN_WAY_MULTIPLE * depth_factor * rounding.medians["way"]
     return limits._replace(medians=limits.medians | {"way": median_way})
 
 
-def published(record: Record, reference: Record) -> Limits:
+def published_limits(record: Record, reference: Record) -> Limits:
     """Return the limits at the published learning rate, for the device and dtype of the record."""
-    where = evidence.kernels(record)
+    kernels = evidence.device_and_dtype(record)
     steps, names = len(reference.losses), list(reference.tensors)
-    unsettled = max(1.0, math.sqrt(SETTLED_STEPS / steps))
-    moment = MOMENT_TOLERANCE[where[1]]
-    largest = {"way": unsettled * DISTANCE_TOLERANCE[where], "exp_avg": moment, "exp_avg_sq": 2 * moment}
+    short_run_factor = max(1.0, math.sqrt(SETTLED_STEPS / steps))
+    moment = MOMENT_TOLERANCE[kernels[1]]
+    largest = {
+        "way": short_run_factor * DISTANCE_TOLERANCE[kernels],
+        "exp_avg": moment,
+        "exp_avg_sq": 2 * moment,
+    }
     medians = {
-        "way": unsettled * MEDIAN_DISTANCE_TOLERANCE,
+        "way": short_run_factor * MEDIAN_DISTANCE_TOLERANCE,
         "exp_avg": MEDIAN_TOLERANCE,
         "exp_avg_sq": 2 * MEDIAN_TOLERANCE,
     }
-    tensors = {part: dict.fromkeys(names, limit) for part, limit in largest.items()}
-    tensors["way"] = {name: largest["way"] + rounded_share(reference, name) for name in names}
-    limits = Limits([LOSS_TOLERANCE[where]] * steps, [NORM_TOLERANCE[where]] * steps, tensors, medians)
+    tensors = {fact: dict.fromkeys(names, limit) for fact, limit in largest.items()}
+    tensors["way"] = {name: largest["way"] + rounding_share(reference, name) for name in names}
+    limits = Limits([LOSS_TOLERANCE[kernels]] * steps, [NORM_TOLERANCE[kernels]] * steps, tensors, medians)
     return limits.of_norms_summed_by(reference)
 
 
-def rounded_share(reference: Record, name: str) -> float:
+def rounding_share(reference: Record, name: str) -> float:
     """Return the distance by which rounding may move a tensor's elements in all steps, relative to the way that the
     tensor moved. At a low learning rate the way of a weight near 1 is a few units in the last place (ulps)."""
     tensor, steps = reference.tensors[name], reference.job.steps
@@ -180,36 +186,38 @@ def rounded_share(reference: Record, name: str) -> float:
     return rounding / tensor["moved"] if tensor["moved"] else 0.0
 
 
-def floor(reference: Record, others: Sequence[Record]) -> Limits:
+def rounding_floor(reference: Record, others: Sequence[Record]) -> Limits:
     """Return the floor: the largest distance of the `others` from the reference. The `others` are records of the same
     training with other roundings.
 
-    A tensor's floor is at least the median tensor's floor; every floor is at least LEAST.
+    A tensor's floor is at least the median tensor's floor; every floor is at least LEAST_DIFFERENCE.
     """
-    shared = [(other, evidence.comparable_steps(other, reference)) for other in others]
+    compared = [(other, evidence.num_comparable_steps(other, reference)) for other in others]
     num_steps = len(reference.losses)
-    losses = [evidence.differences(other.losses[:steps], reference.losses) for other, steps in shared]
-    norms = [evidence.differences(other.grad_norms[:steps], reference.grad_norms) for other, steps in shared]
+    losses, norms = [], []
+    for other, steps in compared:
+        losses.append(evidence.relative_differences(other.losses[:steps], reference.losses))
+        norms.append(evidence.relative_differences(other.grad_norms[:steps], reference.grad_norms))
     tensors, medians = {}, {}
     # In fp16 a rounding may decide whether a step overflows: whoever skips other steps ends elsewhere.
-    alike = [other for other in others if evidence.comparable_steps(other, reference) == num_steps] or others
-    for part, compare in COMPARED.items():
-        differences = [compare(other, reference) for other in alike]
-        medians[part] = max([LEAST, *(median_of(by_name.values()) for by_name in differences)])
-        tensors[part] = {
-            name: max(medians[part], *(by_name.get(name, 0.0) for by_name in differences))
+    wholly_compared = [other for other, steps in compared if steps == num_steps] or others
+    for fact, compare in COMPARISONS.items():
+        differences = [compare(other, reference) for other in wholly_compared]
+        medians[fact] = max([LEAST_DIFFERENCE, *(median_of(by_name.values()) for by_name in differences)])
+        tensors[fact] = {
+            name: max(medians[fact], *(by_name.get(name, 0.0) for by_name in differences))
             for name in differences[0]
         }
     return Limits(_largest_so_far(losses, num_steps), _largest_so_far(norms, num_steps), tensors, medians)
 
 
 def _largest_so_far(series: list[list[float]], num_steps: int) -> list[float]:
-    """Return, for each of `num_steps` steps, the largest difference in any series up to this step. The first FIRST
-    steps share the largest difference of all these steps."""
+    """Return, for each of `num_steps` steps, the largest difference in any series up to this step. The first
+    FIRST_STEPS steps share the largest difference of all these steps."""
     largest = []
     for step in range(1, num_steps + 1):
-        end = max(FIRST, step)
-        largest.append(max([LEAST, *(value for values in series for value in values[:end])]))
+        end = max(FIRST_STEPS, step)
+        largest.append(max([LEAST_DIFFERENCE, *(value for values in series for value in values[:end])]))
     return largest
 
 
@@ -217,7 +225,7 @@ def median_of(values: Iterable[float]) -> float:
     return statistics.median(list(values) or [0.0])
 
 
-def as_different(value: float | None, other: float | None, kind: str = "e") -> tuple[str, str]:
+def distinct_texts(value: float | None, other: float | None, kind: str = "e") -> tuple[str, str]:
     """Return two numbers as texts that differ, with as few digits as tell them apart. `kind`: e for at least 2 digits,
     g for at least 7, % for at least one behind the point."""
     digits = 7 if kind == "g" else 1

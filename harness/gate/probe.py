@@ -60,7 +60,7 @@ METHODS = ROOT / "methods" / "probe"  # folder of the methods that only the prob
 # at least 8 columns, because GPU kernels take multiples of 8.
 HIDDEN_SIZE, HEAD_SIZE, TOKENS, WORDS = 64, 8, 64, 512
 FEWEST_HEADS = 2  # a wider probe has at least this many heads
-COST = 0.1  # most operations of all trainings of a wider probe, as a share of the job's own
+COST_SHARE = 0.1  # most operations of all trainings of a wider probe, as a share of the job's own
 # Number of models that a probe trains. In fp32: by the method, by the reference, and by the reference with the first
 # rounding. In half precision: by the method, by the reference, with each of the six roundings, and the three of fp32.
 TRAININGS = {"fp32": 3, "half": 11}
@@ -158,25 +158,29 @@ def sized(job: Job, extent: Extent) -> Workload:
     load, small = job.workload, capped(job.workload)
     if extent.is_full:
         return dataclasses.replace(load, corpus=None, weights=None)
-    layers, num_trainings = (
-        min(extent.layers, load.num_layers),
-        TRAININGS["fp32" if load.dtype == "fp32" else "half"],
-    )
-    most = COST * job.steps * load.flops_per_step / (num_trainings * extent.steps)
-    head_size, most_heads = load.hidden_size // load.num_heads, load.num_heads
-    counts = [
-        most_heads >> shift for shift in range(most_heads.bit_length()) if most_heads >> shift >= FEWEST_HEADS
-    ]
-    wide = [
-        dataclasses.replace(small, hidden_size=num_heads * head_size, num_heads=num_heads)
-        for num_heads in (counts[:1] if load.config is not None else counts) or [most_heads]
-        if num_heads * head_size >= HIDDEN_SIZE or num_heads == most_heads
-    ]
-    longer = [dataclasses.replace(sizes, seq_len=load.seq_len) for sizes in (*wide, small)]
-    for sizes in (*longer[:-1], *wide, longer[-1]):
-        if sizes.at_depth(layers).flops_per_step <= most:
-            return sizes
+    num_layers = min(extent.layers, load.num_layers)
+    num_trainings = TRAININGS["fp32" if load.dtype == "fp32" else "half"]
+    most_flops = COST_SHARE * job.steps * load.flops_per_step / (num_trainings * extent.steps)
+    head_size = load.hidden_size // load.num_heads
+    wide_loads = []
+    for num_heads in _head_counts(load):
+        if num_heads * head_size >= HIDDEN_SIZE or num_heads == load.num_heads:
+            hidden_size = num_heads * head_size
+            wide_loads.append(dataclasses.replace(small, hidden_size=hidden_size, num_heads=num_heads))
+    long_loads = [dataclasses.replace(wide, seq_len=load.seq_len) for wide in wide_loads]
+    long_small = dataclasses.replace(small, seq_len=load.seq_len)
+    for sized_load in (*long_loads, *wide_loads, long_small):
+        if sized_load.at_depth(num_layers).flops_per_step <= most_flops:
+            return sized_load
     return small
+
+
+def _head_counts(load: Workload) -> list[int]:
+    """Return the numbers of heads that a wider probe may have, the largest first: each is half of the number before."""
+    if load.config is not None:
+        return [load.num_heads]
+    halvings = [load.num_heads >> shift for shift in range(load.num_heads.bit_length())]
+    return [num_heads for num_heads in halvings if num_heads >= FEWEST_HEADS] or [load.num_heads]
 
 
 def capped(load: Workload) -> Workload:

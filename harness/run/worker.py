@@ -216,7 +216,7 @@ class Run:
     def inspect(self, trained: Trained) -> None:
         """Measure how training changed each tensor, and save the tensors, if the job asks for this."""
         self.enter("inspect")
-        inspect = self.inspect_training.inspect
+        inspect = self.inspect_training.inspect_tensors
         self.measured["tensors"] = inspect(self._saved(trained.tensors), self.job)
         self.measured["others"] = [
             _facts_of_other(other) | {"tensors": inspect(other.tensors, self.job)} for other in trained.others

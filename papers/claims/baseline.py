@@ -19,8 +19,8 @@ import pandas as pd
 
 from harness.base.console import counted
 from harness.core.record import Record, records_of
-from harness.gate.flaws import untrained
-from harness.gate.verdict import judge, together, unasked
+from harness.gate.flaws import untrained_reason
+from harness.gate.verdict import combine_verdicts, judge, judge_models
 from papers.claims.compare import (
     ALIKE,
     NONE,
@@ -140,9 +140,9 @@ def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
         return OTHERWISE, f"its gate is {new.gate.verdict}, the baseline's passed: {new.gate.text}"
     if new.job.steps != old.job.steps:
         return UNKNOWN, f"{counted(new.job.steps, 'step')} and {old.job.steps}: run both alike"
-    if flaw := unasked(new) or unasked(old):
+    if flaw := judge_models(new) or judge_models(old):
         return UNKNOWN, flaw.text
-    if why := next((why for model in old.models() if (why := untrained(model))), ""):
+    if why := next((why for model in old.models() if (why := untrained_reason(model))), ""):
         return UNKNOWN, f"the baseline itself shows no training: {why}"
     # A method promises the reference's bits only on the same commit and machine, so do not ask for another commit's
     # bits.
@@ -150,7 +150,7 @@ def trains_the_same(new: Record, old: Record) -> tuple[str, str]:
         judge(dataclasses.replace(new_model, bit_exact=False), old_model)
         for new_model, old_model in zip(new.models(), old.models(), strict=True)
     ]
-    gate = together(gates)
+    gate = combine_verdicts(gates)
     return {"exact": SAME_BITS, "tolerance": SAME, "failed": OTHERWISE}.get(gate.verdict, UNKNOWN), gate.text
 
 

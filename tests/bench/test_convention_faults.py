@@ -95,13 +95,13 @@ def trained(case: PowerCase) -> Record:
 def test_a_convention_taken_otherwise_is_seen(family: str, fault: str) -> None:
     reference, rounded = honest(family)
     trial = Trial(trained(case_of(family, fault=fault)), reference, tuple(rounded.models()))
-    assert departures.beyond_rounding(trial, is_held_to_bits=False) is not None
+    assert departures.rounding_departure(trial, is_held_to_bits=False) is not None
 
 
 def test_without_a_fault_the_training_is_the_reference_s() -> None:
     reference, rounded = honest("qwen3")
     trial = Trial(trained(case_of("qwen3")), reference, tuple(rounded.models()))
-    assert departures.beyond_rounding(trial, is_held_to_bits=True) is None
+    assert departures.rounding_departure(trial, is_held_to_bits=True) is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_norm_or_a_softmax_rounded_otherwise_in_bf16_is_seen_where_bits_are_pr
 ) -> None:
     reference = trained(case_of("llama3.1", "bf16").reference())
     trial = Trial(trained(case_of("llama3.1", "bf16", **options)), reference)
-    assert departures.beyond_rounding(trial, is_held_to_bits=True) is not None
+    assert departures.rounding_departure(trial, is_held_to_bits=True) is not None
 
 
 @pytest.mark.heavy

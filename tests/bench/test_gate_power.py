@@ -110,7 +110,7 @@ def test_the_probe_in_fp32_sees_each_planted_fault_and_names_all_but_one(fault: 
     cases = (case, case.reference(), case.rounded())
     JOBS.update({each.probe("fp32").key(): each.probe("fp32") for each in cases})
     ours, theirs, rounded = (trained(each.probe("fp32").key()) for each in cases)
-    found = departures.beyond_rounding(Trial(ours, theirs, tuple(rounded.models())), is_held_to_bits=False)
+    found = departures.rounding_departure(Trial(ours, theirs, tuple(rounded.models())), is_held_to_bits=False)
     assert found is not None
     verdict = Gate("failed", found.reason, found.text, {"step": found.step})
     named = gate_power.Outcome(case, {"cpu": verdict}).is_named("cpu")

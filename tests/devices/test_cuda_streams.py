@@ -308,7 +308,7 @@ def test_a_run_on_a_gpu_makes_a_record_a_trace_and_no_mistake(
 ) -> None:
     """The worker itself: its clock, budgets and peaks, and the inspection."""
     gpu.num_retries = 2
-    inspect_training.signs()  # the threads share it by functools.cache, whose order is not followed
+    inspect_training.sketch_signs()  # the threads share it by functools.cache, whose order is not followed
     file, budget = tmp_path / "trace.json", Budget(device_bytes=4 * GIB)
     job = Job(
         name,

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from harness.core.job import Workload
 from harness.core.method import TensorState
-from harness.gate.inspect_training import BLOCK, SKETCH_BUCKETS, SKETCH_ROWS, Kernels, inspect, norm, size_of
+from harness.gate.inspect_training import (
+    BLOCK_ELEMENTS,
+    SKETCH_BUCKETS,
+    SKETCH_ROWS,
+    Kernels,
+    blockwise_norm,
+    inspect_tensors,
+    moment_size,
+)
 from harness.models.gpt import initial
 from tests.support.tiny import TINY
 
@@ -24,10 +32,10 @@ SHAPES = [
     (37, 41),
     (HALF - 1,),
     (HALF + 1,),
-    (BLOCK,),
-    (BLOCK + 8, 1),
-    (2, BLOCK - 4),
-    (2 * BLOCK + 15,),
+    (BLOCK_ELEMENTS,),
+    (BLOCK_ELEMENTS + 8, 1),
+    (2, BLOCK_ELEMENTS - 4),
+    (2 * BLOCK_ELEMENTS + 15,),
 ]
 
 
@@ -63,7 +71,7 @@ def test_every_number_is_that_of_the_whole_tensor(shape: tuple[int, ...], dtype:
     start = initial(name, torch.Size(shape), TINY)
     moved = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.7)
     weight, exp_avg = (start + moved).to(dtype), torch.randn(shape, generator=generator)
-    facts = inspect([TensorState(name, weight, exp_avg)], OfJob())[name]  # type: ignore[arg-type]
+    facts = inspect_tensors([TensorState(name, weight, exp_avg)], OfJob())[name]  # type: ignore[arg-type]
     change = (weight.float() - start).flatten().double()
     assert facts["changed"] == torch.count_nonzero(change).item() / change.numel()
     for key, values in (("moved", change), ("size", weight.double()), ("exp_avg", exp_avg.double())):
@@ -84,7 +92,7 @@ def test_as_many_tensors_as_cores_are_kept_at_once() -> None:
             most = max(most, len(alive))
             yield TensorState(f"layers.{number}.ln1.weight", weight)
 
-    tensors = inspect(made_on_demand(), OfJob())  # type: ignore[arg-type]
+    tensors = inspect_tensors(made_on_demand(), OfJob())  # type: ignore[arg-type]
     # one waits, one is made, one was just done
     assert len(tensors) == 64 and most <= len(os.sched_getaffinity(0)) + 3
 
@@ -93,9 +101,9 @@ def test_as_many_tensors_as_cores_are_kept_at_once() -> None:
 def test_the_norm_of_a_long_tensor_keeps_its_digits(dtype: torch.dtype) -> None:
     """torch's kernel on a CPU is 7e-4 off here, a GPU's is not: a moment is compared that lies on either."""
     values = torch.randn(2**12, 2**12, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert norm(values) == pytest.approx(float(values.double().norm()), rel=1e-5)
+    assert blockwise_norm(values) == pytest.approx(float(values.double().norm()), rel=1e-5)
 
 
 def test_the_size_of_a_second_moment_whose_squares_fp32_cannot_hold_keeps_its_digits() -> None:
     """An honest run failed in bf16: the sizes were roots of two and of three times fp32's smallest number."""
-    assert size_of(torch.full((10_000,), 1e-24)) == pytest.approx(1e-22, rel=1e-6, abs=0)
+    assert moment_size(torch.full((10_000,), 1e-24)) == pytest.approx(1e-22, rel=1e-6, abs=0)

@@ -52,7 +52,7 @@ def trained(method: str, dtype: str, **options: str) -> Record:
 
 def departure_of(dtype: str, **options: str) -> Departure | None:
     others = trained("rounded", dtype, names=",".join(ROUNDED)).models()
-    return departures.of_trial(
+    return departures.trial_departure(
         Trial(trained("planted", dtype, **options), trained("resident", dtype), tuple(others))
     )
 

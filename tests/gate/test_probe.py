@@ -91,7 +91,7 @@ def probed_verdict(record: Record, reference: Record, trained_probe: Probe) -> G
 
 
 BASE = [2.0, 1.9, 1.8, 1.7]
-LIMITS = limits.floor(trained(BASE), [trained(BASE)]).times(10)._replace(faint=limits.FAINT)
+LIMITS = limits.rounding_floor(trained(BASE), [trained(BASE)]).times(10)._replace(faint=limits.FAINT_MULTIPLE)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +110,13 @@ LIMITS = limits.floor(trained(BASE), [trained(BASE)]).times(10)._replace(faint=l
     ],
 )
 def test_the_first_departure_names_the_fault(losses: list, norms: list, reason: str, step: int) -> None:
-    departure = departures.departure(trained(losses, norms), trained(BASE), LIMITS)
+    departure = departures.first_departure(trained(losses, norms), trained(BASE), LIMITS)
     assert departure is not None and (departure.reason, departure.step) == (reason, step)
 
 
 def test_no_floor_is_below_one_rounding_and_a_step_s_is_the_largest_so_far() -> None:
     split = trained([2.0, 1.9, 1.8, 1.7, 1.6, 1.5 * (1 + 1e-4), 1.4])
-    floor = limits.floor(trained([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4]), [split])
+    floor = limits.rounding_floor(trained([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4]), [split])
     assert floor.losses == pytest.approx([1e-7] * 5 + [1e-4] * 2, rel=1e-3)
     assert floor.norms == [1e-7] * 7
 
@@ -129,20 +129,20 @@ def test_a_rounding_that_skips_other_steps_of_fp16_is_no_floor_of_tensors() -> N
         trained(BASE, tensors={"a": tensor(size=0.0, sketch=[end, 0.0])}, **{**scales, **skips})
         for end, skips in ((1.01, {}), (1.5, {"skipped_steps": [3]}))
     )
-    assert limits.floor(reference, [alike, other]).tensors["way"] == pytest.approx({"a": 0.01})
+    assert limits.rounding_floor(reference, [alike, other]).tensors["way"] == pytest.approx({"a": 0.01})
 
 
 def test_a_tensor_s_floor_is_the_farthest_rounding_s() -> None:
     """One of them alone ends by chance where the reference does."""
     others = [trained(BASE, tensors={"a": tensor(size=0.0, sketch=[end, 0.0])}) for end in (1.0, 1.02, 1.01)]
-    floor = limits.floor(trained(BASE, tensors={"a": tensor(size=0.0)}), others)
+    floor = limits.rounding_floor(trained(BASE, tensors={"a": tensor(size=0.0)}), others)
     assert floor.tensors["way"] == pytest.approx({"a": 0.02}) and floor.medians["way"] == pytest.approx(0.02)
 
 
 def test_another_rounding_only_raises_a_floor() -> None:
     """So a training that is within the floor of some roundings is within that of all."""
     ends = [[2.0, 1.9, 1.8, 1.7 + far] for far in (1e-4, 3e-4, 2e-4)]
-    few, more = (limits.floor(trained(BASE), [trained(end) for end in ends[:num]]) for num in (1, 3))
+    few, more = (limits.rounding_floor(trained(BASE), [trained(end) for end in ends[:num]]) for num in (1, 3))
     assert all(a <= b for a, b in zip(few.losses, more.losses, strict=True)) and few.losses != more.losses
 
 
@@ -151,7 +151,9 @@ def test_a_tensor_s_floor_is_the_median_tensor_s_at_least() -> None:
     reference = trained(BASE, tensors={name: tensor(size=0.0) for name in names})
     ends = {"a": 1.0, "b": 1.01, "c": 1.5}
     split = trained(BASE, tensors={name: tensor(size=0.0, sketch=[end, 0.0]) for name, end in ends.items()})
-    assert limits.floor(reference, [split]).tensors["way"] == pytest.approx({"a": 0.01, "b": 0.01, "c": 0.5})
+    assert limits.rounding_floor(reference, [split]).tensors["way"] == pytest.approx(
+        {"a": 0.01, "b": 0.01, "c": 0.5}
+    )
 
 
 @pytest.mark.parametrize(("moment", "name"), [("exp_avg", "first"), ("exp_avg_sq", "second")])
@@ -170,11 +172,11 @@ def test_a_moment_that_some_tensors_lack_is_a_departure_and_one_that_all_lack_is
 
 def test_a_second_moment_off_by_more_than_rounding_is_a_departure_where_all_else_agrees() -> None:
     wrong = trained(BASE, tensors={"layers.0.fc1.weight": tensor(exp_avg_sq=1.1)})
-    departure = departures.departure(wrong, trained(BASE), LIMITS)
+    departure = departures.first_departure(wrong, trained(BASE), LIMITS)
     assert (
         departure is not None
         and departure.reason == "gradient-scale"
-        and "second moment 1.0e-01 off" in departure.seen
+        and "second moment 1.0e-01 off" in departure.difference_text
     )
 
 
@@ -216,8 +218,8 @@ def test_steps_that_fp16_skipped_otherwise_are_not_compared() -> None:
     half = dataclasses.replace(job(dtype="fp16"), steps=4, warmup=0)
     skipping = trained([2.0, 1.9, 1.5, 1.4], loss_scales=[8.0, 8.0, 8.0, 4.0], skipped_steps=[3], job=half)
     steady = trained(BASE, loss_scales=[8.0] * 4, job=half)
-    assert evidence.comparable_steps(skipping, steady) == 2
-    assert departures.departure(skipping, steady, LIMITS) is None
+    assert evidence.num_comparable_steps(skipping, steady) == 2
+    assert departures.first_departure(skipping, steady, LIMITS) is None
 
 
 def test_without_a_probe_the_verdict_says_that_decay_and_later_rates_were_not_tested() -> None:
@@ -478,7 +480,7 @@ def test_a_first_loss_beyond_its_own_rounding_tells_of_the_forward_pass(far: flo
     losses = [2.0 * (1 + far), *BASE[1:]]
     wrong = trained(losses, [2.0, 1.0, 1.0, 1.0], tensors={"layers.0.fc1.weight": tensor(sha256="b")})
     rounded = trained([2.0, 1.9 * (1 + 1e-5), 1.8, 1.7])
-    departure = departures.beyond_rounding(Trial(wrong, trained(BASE), (rounded,)), is_held_to_bits=False)
+    departure = departures.rounding_departure(Trial(wrong, trained(BASE), (rounded,)), is_held_to_bits=False)
     assert departure is not None and (departure.reason, departure.step) == (reason, 1)
 
 
@@ -496,7 +498,7 @@ def test_a_few_elements_that_were_never_updated_are_seen(
     reference = trained(BASE, tensors=shares(0, key))
     record, other = (trained(BASE, tensors=shares(num, key)) for num in (missing, spread))
     record.tensors["layers.0.fc1.weight"]["sha256"] = "b"
-    departure = departures.beyond_rounding(Trial(record, reference, (other,)), is_held_to_bits=False)
+    departure = departures.rounding_departure(Trial(record, reference, (other,)), is_held_to_bits=False)
     assert (departure.reason if departure else "") == ("partial-update" if is_seen else "")
 
 
@@ -606,8 +608,8 @@ def test_the_rounding_of_steps_that_are_a_few_ulps_long_is_no_departure(ulps: fl
 
 
 def test_a_value_and_a_limit_that_round_alike_have_a_digit_more() -> None:
-    assert limits.as_different(2.04e-3, 2.0e-3) == ("2.04e-03", "2.00e-03")
-    assert limits.as_different(2.4e-3, 2.0e-3) == ("2.4e-03", "2.0e-03")
+    assert limits.distinct_texts(2.04e-3, 2.0e-3) == ("2.04e-03", "2.00e-03")
+    assert limits.distinct_texts(2.4e-3, 2.0e-3) == ("2.4e-03", "2.0e-03")
 
 
 @pytest.mark.parametrize(
@@ -619,7 +621,7 @@ def test_a_value_and_a_limit_that_round_alike_have_a_digit_more() -> None:
 )
 def test_a_wrong_gradient_says_what_to_look_at(norms: list, parts: int, hint: str) -> None:
     of = dataclasses.replace(job(micro_batches=parts), steps=4, warmup=0)
-    departure = departures.departure(trained(BASE, norms, job=of), trained(BASE, job=of), LIMITS)
+    departure = departures.first_departure(trained(BASE, norms, job=of), trained(BASE, job=of), LIMITS)
     assert departure is not None and hint in departure.text
 
 
@@ -653,9 +655,12 @@ def test_in_bf16_the_median_tensor_s_way_has_a_stricter_limit(dtype: str, times:
 def _times_the_floor(reference: Record) -> limits.Limits:
     """Return the limits of a probe whose floor is 1."""
     floor = limits.Limits(
-        [1.0], [1.0], {part: {"a": 1.0} for part in evidence.COMPARED}, dict.fromkeys(evidence.COMPARED, 1.0)
+        [1.0],
+        [1.0],
+        {part: {"a": 1.0} for part in evidence.COMPARISONS},
+        dict.fromkeys(evidence.COMPARISONS, 1.0),
     )
-    return limits.of_probe(floor, reference)
+    return limits.probe_limits(floor, reference)
 
 
 @pytest.mark.parametrize(("size", "reason"), [(1 + 1.4e-5, None), (1 + 6e-5, "gradient-scale")])
@@ -665,5 +670,5 @@ def test_a_second_moment_may_be_off_by_what_beta_rounds_in_fp32(size: float, rea
         trained(BASE),
         trained(BASE, tensors={"layers.0.fc1.weight": tensor(sha256="b", exp_avg_sq=size)}),
     )
-    departure = departures.beyond_rounding(Trial(record, reference, (reference,)), is_held_to_bits=False)
+    departure = departures.rounding_departure(Trial(record, reference, (reference,)), is_held_to_bits=False)
     assert (departure and departure.reason) == reason

@@ -14,7 +14,7 @@ from harness.core.record import Gate, Record
 from harness.gate import departures
 from harness.gate.evidence import Trial
 from harness.gate.probe import Probe
-from harness.gate.verdict import judge, needs_no_probe, together, with_probe
+from harness.gate.verdict import combine_verdicts, judge, needs_no_probe, with_probe
 from harness.run import worker
 from tests.support.planting import planted
 
@@ -122,7 +122,7 @@ def test_matrices_that_end_larger_by_what_decay_takes_are_told_as_without_decay(
         )
         for times in (1, 0)
     )
-    text = departures.without_decay(record, reference)
+    text = departures.missing_decay_text(record, reference)
     assert text.endswith("as without decay") == is_told and bool(text) == is_told
 
 
@@ -226,14 +226,14 @@ def test_no_throughput_without_a_passing_gate() -> None:
 
 def test_of_several_models_the_worst_one_is_the_verdict_and_named() -> None:
     good, bad = Gate("exact", "", "bit-equal"), Gate("failed", "loss", "loss 2 instead of 1")
-    gate = together([good, bad, good])
+    gate = combine_verdicts([good, bad, good])
     assert (gate.verdict, gate.reason) == (
         "failed",
         "loss",
     ) and gate.text == "model 2 of 3: loss 2 instead of 1"
     assert gate.evidence["models"] == ["exact", "failed", "exact"]
-    assert together([good, good]).text == "each of 2 models: bit-equal"
-    assert together([good]) is good
+    assert combine_verdicts([good, good]).text == "each of 2 models: bit-equal"
+    assert combine_verdicts([good]) is good
 
 
 def test_a_run_of_whose_steps_none_was_trained_here_is_untested() -> None:

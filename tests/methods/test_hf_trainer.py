@@ -79,7 +79,7 @@ def departure(micro_batches: int) -> Departure | None:
     rounded = of_reference(
         "rounded", micro_batches, names="plain-attention,single-samples,split-products"
     ).models()
-    return departures.of_trial(Trial(record, of_reference("resident", micro_batches), tuple(rounded)))
+    return departures.trial_departure(Trial(record, of_reference("resident", micro_batches), tuple(rounded)))
 
 
 def test_trainer_divides_gpt_2s_loss_by_one_token_too_many_a_sample() -> None:
