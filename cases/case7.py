@@ -227,7 +227,7 @@ def _trace(morph_seconds: float) -> Iterator[FigureRow]:
     """Yield rows over the trace's hours: the number of machines, then the samples per second if the job morphs at each
     change, and if it restarts.
     """
-    trace = machine_trace.drawn_trace(HOURS, MACHINES, THERE_HOURS, SEED)
+    trace = machine_trace.draw_trace(HOURS, MACHINES, THERE_HOURS, SEED)
     for change in trace:
         yield replace(SIMULATED, metric="machines", value=float(change.num_machines), x=change.seconds / 3600)
     for name, is_told, pause_seconds in (
@@ -244,5 +244,5 @@ def _trace(morph_seconds: float) -> Iterator[FigureRow]:
                 x=span.start / 3600,
                 series=name,
             )
-        mean = machine_trace.samples(spans) / (HOURS * machine_trace.HOUR)
+        mean = machine_trace.total_samples(spans) / (HOURS * machine_trace.HOUR)
         yield replace(SIMULATED, metric="mean_speed", value=mean, series=name)

@@ -22,7 +22,7 @@ from harness.core.option import options_of
 from harness.devices import named_machines
 from harness.gate.probe import ALL_LAYERS, LAYERS, MOST_STEPS, NONE, STEPS, Extent
 from harness.models import named_models
-from harness.plan.sized_model import amount, gpt_of_size
+from harness.plan.sized_model import gpt_of_size, parsed_amount
 
 MODEL = "harness.model"  # key under which click's context.meta holds the value of --model
 WITHOUT_OPTION = ("model", "config")  # fields of a Workload that only --model sets
@@ -199,7 +199,7 @@ class Amount(click.ParamType):
     name = "N"
 
     def convert(self, value: Any, param: Any, context: Any) -> float:
-        if (number := amount(str(value))) is None:
+        if (number := parsed_amount(str(value))) is None:
             self.fail(
                 f"expected a positive number such as 7B, 350M or 1e9 in digits, got {value!r}", param, context
             )
@@ -239,7 +239,7 @@ def _take_sizes(context: click.Context, name: str | None = None) -> dict[str, An
         return {}
     fields = _fields(context, name)
     without_option = {field: fields.pop(field) for field in WITHOUT_OPTION if field in fields}
-    if amount(name) is None:
+    if parsed_amount(name) is None:
         context.meta[MODEL] = name
     _set_defaults(context, fields)
     return without_option
@@ -248,7 +248,7 @@ def _take_sizes(context: click.Context, name: str | None = None) -> dict[str, An
 def _fields(context: click.Context, name: str) -> dict[str, Any]:
     """Return the fields of a Workload that a model sets. If `name` is a number of parameters, the model is a GPT of
     about this size."""
-    if num_params := amount(name):
+    if num_params := parsed_amount(name):
         return _of_number(num_params)
     model = named_models.load(name)
     if model.note:

@@ -17,7 +17,7 @@ from typing import Any
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from harness.core.option import with_option
-from harness.plan.resources import parts_sent
+from harness.plan.resources import gather_sent_bytes
 from methods.engines import accelerate_file
 from methods.engines.user_config import UNSAID, Options, fill_in, settled_options
 from methods.shared.data_parallel import RANKS, rank_part
@@ -89,7 +89,9 @@ class Fsdp2Offload(Method):
             device=dict(zip(("weights", "gradients", "activations"), max(moments, key=sum), strict=True)),
             host={"weights": home, "gradients": home + added, "optimizer": 8 * params},
             moved_bytes=4 * gathered // self.world_size + 4 * num_parts * params,
-            exchanged={kind: parts_sent(num_bytes, self.world_size) for kind, num_bytes in sent.items()},
+            exchanged={
+                kind: gather_sent_bytes(num_bytes, self.world_size) for kind, num_bytes in sent.items()
+            },
         )
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:

@@ -31,7 +31,7 @@ from harness.core.job import (
 )
 from harness.core.method import Step, TensorState, Trained, Training
 from harness.core.option import with_option
-from harness.plan.resources import parts_sent, sum_sent
+from harness.plan.resources import all_reduce_sent_bytes, gather_sent_bytes
 from methods.engines import megatron_names
 from methods.engines.release import ReleasedMethod, importing
 from methods.shared.data_parallel import RANKS, nearest_multiples, rank_part
@@ -151,14 +151,14 @@ class MegatronLM(ReleasedMethod):
         gradients = 4 * params  # in fp32
         is_first, is_last = stage == 0, stage == num_stages - 1
         num_sums = 6 * _num_layers(self, part) + is_first + is_last
-        sums = num_sums * sum_sent(part.boundary_bytes, shared)
+        sums = num_sums * all_reduce_sent_bytes(part.boundary_bytes, shared)
         if self.distributed_optimizer:
-            sums += parts_sent(gradients, num_pipelines)
-            gathers = parts_sent(part.weight_bytes * params, num_pipelines)
+            sums += gather_sent_bytes(gradients, num_pipelines)
+            gathers = gather_sent_bytes(part.weight_bytes * params, num_pipelines)
         else:
-            sums, gathers = sums + sum_sent(gradients, num_pipelines), 0.0
+            sums, gathers = sums + all_reduce_sent_bytes(gradients, num_pipelines), 0.0
         if num_stages > 1 and (is_first or is_last) and megatron_names.gpt_model_sizes(part).is_tied:
-            sums += sum_sent(4 * part.vocab_size * part.hidden_size / shared, 2)
+            sums += all_reduce_sent_bytes(4 * part.vocab_size * part.hidden_size / shared, 2)
         neighbors = (not is_first) + (not is_last)
         messages = neighbors * part.boundary_bytes / (shared if self.sequence_parallel else 1)
         return {"gathers": gathers, "sums": sums, "messages": messages}

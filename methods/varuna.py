@@ -24,7 +24,7 @@ from harness.core.identity import source_hash
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, Step, Trained, Training
 from harness.core.option import opt, with_option
-from harness.plan.resources import sum_sent
+from harness.plan.resources import all_reduce_sent_bytes
 from methods.pipeline.checkpoint.folders import complete_steps, find_checkpoint
 from methods.pipeline.config.auto_config import AutoConfig, ConfigRow
 from methods.pipeline.config.partition import PipelineShape, gpt_stages, stage_bytes
@@ -113,7 +113,7 @@ class VarunaMethod(Method):
         rates = room.rates
         num_sharing = self.world_size if rates and rates.is_host else 1  # ranks that share the host's cores
         network = rates.exchange_bytes_per_second / num_sharing if rates else math.inf
-        sums = [Sum(2, 1, sum_sent(1, 2) / network)]
+        sums = [Sum(2, 1, all_reduce_sent_bytes(1, 2) / network)]
         costs = GptCosts(workload, rates, sizes, None, network, self.schedule, num_sharing, sums)
         capacity = room.host_bytes if room.device_bytes is None else room.device_bytes
         return AutoConfig(

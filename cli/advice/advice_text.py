@@ -12,7 +12,7 @@ from harness.core import method
 from harness.core.job import MEMORIES, Job, Room, gib, params_text
 from harness.devices import named_machines
 from harness.jobs.command import command_of, default_device, total_duration_text
-from harness.plan.advise import Decision, Remedy, is_usable, name_text, off_text, settings_text
+from harness.plan.advise import Decision, Remedy, errors_text, is_usable, method_text, settings_text
 from harness.plan.run_time import duration_text
 from harness.plan.training_place import TrainingPlace
 
@@ -54,7 +54,7 @@ def sentence(place: TrainingPlace, room: Room, decision: Decision, model: str | 
         methods = counted(len(fitting), "method")
         return f"measure this machine first, whose rates are not known: {methods} can train {what}{memories}"
     nearest = next((row for row in decision.rows if row.get("lacks_bytes")), None)
-    hint = f": {name_text(nearest)} comes nearest, and {nearest['reason']}" if nearest else ""
+    hint = f": {method_text(nearest)} comes nearest, and {nearest['reason']}" if nearest else ""
     return f"nothing trains {what} on {where} in {load.dtype}{hint}"
 
 
@@ -132,7 +132,7 @@ def reasons(place: TrainingPlace, decision: Decision, folders: tuple[Path, ...])
     others = [other for other in decision.rows if other is not row and "times" in other["reason"]]
     sentences = [f"a step takes {row['step_seconds']:.3g} s, bound by {row['binds']}", f"it needs {sizes}"]
     sentences += [f"chosen with it: {options}"] if options else []
-    sentences += [f"next: {name_text(others[0])}, {others[0]['reason']}"] if others else []
+    sentences += [f"next: {method_text(others[0])}, {others[0]['reason']}"] if others else []
     return [*sentences, f"foretold by rates ({place.about}): {row['error_of_forecast']['text']}"]
 
 
@@ -186,14 +186,14 @@ def show_rows(decision: Decision, tokens: float | None) -> None:
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     measured = [f"{seconds:.3g} s" for seconds in row["measured_step_seconds"]]
-    if off := off_text(row):
+    if off := errors_text(row):
         measured.append(f"off by {off}")
     has_speed = row["fits"] and row["step_seconds"]
     binds = row["binds"] if has_speed else ""
     if not row["fits"]:
         binds = "memory"
     return {
-        "method": name_text(row),
+        "method": method_text(row),
         "batch": settings_text(row),
         "beside it": row["reason"],
         "s a step": f"{row['step_seconds']:.3g}" if has_speed else "-",

@@ -27,7 +27,7 @@ from harness.core import method
 from harness.core.job import Budget
 from harness.core.record import records_of
 from harness.devices import machine, named_machines
-from harness.plan.advise import SEARCHED, Advice
+from harness.plan.advise import SEARCHED_FIELDS, Advice
 from harness.plan.training_place import memories_text, named_place, this_place
 
 CHOSEN = {  # by option whose value `advise` chooses: the text that --help shows as its default
@@ -132,7 +132,7 @@ def _question(
     method_options = {"window_size": windows[0]} if windows else {}
     method_options |= {"disk": folder} if folder else {}
     records = tuple(records_of(results)) if results.is_dir() else ()
-    searched = SEARCHED - stated
+    searched = SEARCHED_FIELDS - stated
     return Advice(place, sizes[0], arguments["tokens"], records, folders, searched, method_options)
 
 

@@ -111,7 +111,7 @@ class _Lines:
         total_seconds = event.get("foreseen_seconds", 0.0)
         total = f"about {run_time.duration_text(total_seconds)}"
         if total_seconds > run_time.LONG_SECONDS:
-            basis = f"by the machine's rates or a rough guess: {run_time.SHORTER}"
+            basis = f"by the machine's rates or a rough guess: {run_time.SHORTER_RUN_TEXT}"
             self.write(f"long: {total}{self._included_text()}, {basis}")
         options = "".join(f" {name}={value}" for name, value in job.options.items())
         durations = f", {plan.step_seconds:.3g} s a step by {plan.binds}" if plan.step_seconds else ""
@@ -149,7 +149,7 @@ class _Lines:
         seconds_left = (self.steps - event["step"]) * event["seconds"]
         seconds_left += self.steps * event["seconds"] * (bool(self.has_reference) + self.probe_runs)
         if event["step"] == 1 and seconds_left > LEAST_REMAINING_SECONDS:
-            advice = f": {run_time.SHORTER}" if seconds_left > run_time.LONG_SECONDS else ""
+            advice = f": {run_time.SHORTER_RUN_TEXT}" if seconds_left > run_time.LONG_SECONDS else ""
             self.write(f"  about {run_time.duration_text(seconds_left)} left{self._included_text()}{advice}")
 
     def _included_text(self) -> str:

@@ -14,7 +14,7 @@ from harness.core.job import Workload
 from harness.core.rates import Rates
 from harness.core.record import Record
 from harness.devices import machine, named_machines
-from harness.plan.resources import Forecast, predicted
+from harness.plan.resources import Forecast, predict_step
 
 
 class Accuracy(NamedTuple):
@@ -26,7 +26,7 @@ class Accuracy(NamedTuple):
     worst: float
 
 
-class Error(NamedTuple):
+class ForecastError(NamedTuple):
     """The error that a forecast may have: the largest error of forecasts that were compared with measurements. `text`
     says which runs were compared."""
 
@@ -34,36 +34,38 @@ class Error(NamedTuple):
     text: str
 
 
-def error_of(name: str, accuracies: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()) -> Error:
+def forecast_error(
+    name: str, accuracies: Mapping[str, Accuracy], folders: tuple[Path, ...] = ()
+) -> ForecastError:
     """Return the error that a method's forecast for a machine may have.
 
     The error is taken from the first of these that exist: the method's runs on that machine, other methods' runs there,
-    the method's runs elsewhere, other methods' runs elsewhere. `there`: by method, the accuracy of its runs on that
-    machine.
+    the method's runs elsewhere, other methods' runs elsewhere. `accuracies`: by method, the accuracy of its runs on
+    that machine.
     """
 
     def error_text(worst: float) -> str:
         return f"took up to {abs(worst):.0%} {'more' if worst > 0 else 'less'} time than foretold"
 
     if measured := accuracies.get(name):
-        return Error(
+        return ForecastError(
             measured.worst, f"its {counted(measured.num_runs, 'run')} there {error_text(measured.worst)}"
         )
     if accuracies:
         worst = max((other.worst for other in accuracies.values()), key=abs)
-        return Error(
+        return ForecastError(
             worst,
             f"no run of {name} has tested that; runs of {' and '.join(accuracies)} there {error_text(worst)}",
         )
     if test := method.load(name, folders).forecast_test:
-        return Error(
+        return ForecastError(
             test.worst, f"{counted(test.num_runs, 'run')} elsewhere {error_text(test.worst)} ({test.source})"
         )
     tested = {
         other: cls.forecast_test for other, cls in method.loadable(folders).items() if cls.forecast_test
     }
     worst = max((other.worst for other in tested.values()), key=abs)
-    return Error(
+    return ForecastError(
         worst,
         f"no run of {name} has tested that; runs of {' and '.join(tested)} elsewhere {error_text(worst)}",
     )
@@ -74,20 +76,20 @@ def rates_of_record(record: Record) -> Rates | None:
     its calibration, another machine's rates from machines.yaml. Imported logs count as made by the published
     machine."""
     workload = record.job.workload
-    if is_here(record):
+    if is_of_this_machine(record):
         return machine.rates(record.job.device, workload)
-    name = entry_of(record)
+    name = machine_name_of(record)
     return named_machines.load(name).rates(workload.dtype) if name else None
 
 
-def is_here(record: Record) -> bool:
+def is_of_this_machine(record: Record) -> bool:
     """True if the record was measured on this machine."""
     facts = machine.compared_facts()
-    same = all(str(record.machine.get(name)) == facts[name] for name in ("cpu", "cores", "gpu"))
-    return record.origin != "imported" and same
+    has_same_facts = all(str(record.machine.get(fact)) == facts[fact] for fact in ("cpu", "cores", "gpu"))
+    return record.origin != "imported" and has_same_facts
 
 
-def entry_of(record: Record) -> str | None:
+def machine_name_of(record: Record) -> str | None:
     """Return the name in machines.yaml of the machine that made a record. An imported log's machine is the published
     machine; any other record's machine is found by its GPU. None if no entry has that GPU."""
     if record.origin == "imported":
@@ -95,7 +97,7 @@ def entry_of(record: Record) -> str | None:
     return named_machines.of_gpu(str(record.machine.get("gpu") or ""), record.machine.get("gpu_bytes"))
 
 
-def ran_on(record: Record, name: str) -> bool:
+def is_of_machine(record: Record, name: str) -> bool:
     """True if a record was made on the GPU of the machine `name`, or is an imported log of that machine."""
     if record.origin == "imported":
         return name == named_machines.PUBLISHED
@@ -109,48 +111,52 @@ def forecast_of_record(record: Record, folders: tuple[Path, ...] = ()) -> Foreca
     if rates is None:
         return None
     try:
-        trained = method.create(job.method, job.options, folders).as_timed(job, record.grad_norms)
-        if trained.names_file():
+        configured_method = method.create(job.method, job.options, folders).as_timed(job, record.grad_norms)
+        if configured_method.names_file():
             return None
         room = dataclasses.replace(job.budget.share(job.world_size).room, rates=rates)
-        return predicted(trained, job.workload, trained.plan(job.workload, room), rates, job.world_size)
+        plan = configured_method.plan(job.workload, room)
+        return predict_step(configured_method, job.workload, plan, rates, job.world_size)
     except ValueError:  # the method or one of its options no longer exists
         return None
 
 
-def accuracy(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[str, Accuracy]:
+def method_accuracies(records: Iterable[Record], folders: tuple[Path, ...] = ()) -> dict[str, Accuracy]:
     """Return the accuracy of each method's predictions, over its runs that trained on one device. A method without such
     runs is left out."""
-    ratios: dict[str, list[float]] = {}
+    errors_by_method: dict[str, list[float]] = {}
     for record in records:
         if record.job.world_size > 1:
             continue
-        foretold, measured = forecast_of_record(record, folders), record.median_step_seconds
-        if foretold and measured:
-            ratios.setdefault(record.job.method, []).append(measured / foretold.seconds - 1)
-    return {
-        name: Accuracy(len(errors), statistics.median(errors), max(errors, key=abs))
-        for name, errors in ratios.items()
-    }
+        forecast, measured_seconds = forecast_of_record(record, folders), record.median_step_seconds
+        if forecast and measured_seconds:
+            errors = errors_by_method.setdefault(record.job.method, [])
+            errors.append(measured_seconds / forecast.seconds - 1)
+    accuracies = {}
+    for name, errors in errors_by_method.items():
+        accuracies[name] = Accuracy(len(errors), statistics.median(errors), max(errors, key=abs))
+    return accuracies
 
 
 def has_disk(record: Record) -> bool:
     return bool(record.predicted.get("disk"))
 
 
-def measured_for(
+def measured_step_seconds(
     records: Iterable[Record], name: str, workload: Workload, machine_name: str | None, on_disk: bool
 ) -> list[float]:
-    """Return the step seconds of the runs that trained this workload by the method `name`. `there`: a machine of
-    machines.yaml, whose GPU the runs must have; None: runs on this machine. `on_disk`: True for runs with states on a
-    disk, False for runs without."""
+    """Return the step seconds of the runs that trained this workload by the method `name`.
 
-    def is_there(record: Record) -> bool:
-        return is_here(record) if machine_name is None else ran_on(record, machine_name)
+    `machine_name`: a machine of machines.yaml, whose GPU the runs must have; None: runs on this machine. `on_disk`:
+    True for runs with states on a disk, False for runs without.
+    """
 
-    key = (name, workload, on_disk)
-    same = [record for record in records if (record.job.method, record.job.workload, has_disk(record)) == key]
-    seconds: list[Any] = [
-        record.median_step_seconds for record in same if record.samples_per_second and is_there(record)
-    ]
+    seconds: list[Any] = []
+    for record in records:
+        is_alike = (record.job.method, record.job.workload, has_disk(record)) == (name, workload, on_disk)
+        if not is_alike or not record.samples_per_second:
+            continue
+        is_there = is_of_this_machine(record) if machine_name is None else is_of_machine(record, machine_name)
+        if is_there:
+            seconds.append(record.median_step_seconds)
     return seconds

@@ -13,26 +13,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.core import method
 from harness.core.job import GIB, MEMORIES, Budget, Job, Workload, gib
 from harness.core.record import Record
 from harness.devices import named_machines
-from harness.plan.accuracy import accuracy, entry_of, error_of, is_here, measured_for, ran_on
-from harness.plan.best_settings import NEAR, Try, best
+from harness.plan.accuracy import (
+    forecast_error,
+    is_of_machine,
+    is_of_this_machine,
+    machine_name_of,
+    measured_step_seconds,
+    method_accuracies,
+)
+from harness.plan.best_settings import NEAR_SPEED_SHARE, Options, Try, best_try
 from harness.plan.fit import most_layers
-from harness.plan.resources import predicted
+from harness.plan.resources import predict_step
 from harness.plan.training_place import TrainingPlace, named_place, this_place
 
-DISK = tempfile.gettempdir()
-WORTH = 1.1  # a change helps if it gives more than this many times the tokens per second
-MORE_HOST_GIB = (32, 64, 128, 256, 512, 1024)
-# If the sequence length may be chosen, it is first halved until a token takes at most LONGER times the operations that
-# it takes in a sequence of SHORT_SEQ tokens.
-SHORT_SEQ, LONGER = 1024, 1.1
-SEARCHED = frozenset({"batch_size", "micro_batches", "seq_len"})
+DISK_FOLDER = tempfile.gettempdir()
+HELPFUL_SPEEDUP = 1.1  # a change helps if it gives more than this many times the tokens per second
+ADDED_HOST_GIB = (32, 64, 128, 256, 512, 1024)
+# If the sequence length may be chosen, it is first halved until a token takes at most MOST_TOKEN_COST times the
+# operations that it takes in a sequence of SHORT_SEQ_LEN tokens.
+SHORT_SEQ_LEN, MOST_TOKEN_COST = 1024, 1.1
+SEARCHED_FIELDS = frozenset({"batch_size", "micro_batches", "seq_len"})
 
 
 class Remedy(NamedTuple):
@@ -54,13 +62,13 @@ class Decision:
     """The answer to an Advice.
 
     `rows`: a row for each method, and another for its plan with a disk, if it can use one; the chosen row is first.
-    `chosen`: the row with the smallest batch, among the rows nearly as fast as the fastest (NEAR); None if no method
-    fits, or if no speed is known.
+    `chosen`: the row with the smallest batch, among the rows nearly as fast as the fastest (NEAR_SPEED_SHARE); None if
+    no method fits, or if no speed is known.
     """
 
     workload: Workload
-    rows: list[dict[str, Any]]
-    chosen: dict[str, Any] | None
+    rows: list[JsonObject]
+    chosen: JsonObject | None
 
     @property
     def is_unknown(self) -> bool:
@@ -73,7 +81,7 @@ class Advice:
     """A question: how to train a workload at a place. decision() returns the answer.
 
     `tokens`: number of tokens of the whole training, for its duration in hours; None: no duration is given. `searched`:
-    those of the fields SEARCHED whose values the answer may choose. `options`: values of method options; each is used
+    those of the SEARCHED_FIELDS whose values the answer may choose. `options`: values of method options; each is used
     by the methods that have the option.
     """
 
@@ -83,15 +91,15 @@ class Advice:
     records: tuple[Record, ...] = ()
     folders: tuple[Path, ...] = ()
     searched: frozenset[str] = frozenset()
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
 
     def decision(self, names: list[str]) -> Decision:
         """Return the decision between the methods `names`. If the sequence length may be chosen, halve it while no
-        method is chosen, or while each halving makes training more than WORTH times as fast."""
-        load, halves = self.workload, "seq_len" in self.searched
-        load = self._affordable(load) if halves else load
+        method is chosen, or while each halving makes training more than HELPFUL_SPEEDUP times as fast."""
+        load, may_halve = self.workload, "seq_len" in self.searched
+        load = self._affordable(load) if may_halve else load
         decision = self._decide(names, load)
-        while halves and load.seq_len // 2 >= SHORT_SEQ:
+        while may_halve and load.seq_len // 2 >= SHORT_SEQ_LEN:
             shorter = replace(load, seq_len=load.seq_len // 2)
             if decision.chosen and not self._is_worth(decision.chosen, shorter):
                 break
@@ -99,53 +107,58 @@ class Advice:
         return decision
 
     def _affordable(self, load: Workload) -> Workload:
-        """Return the workload with its sequence length halved until a token takes at most LONGER times the operations
-        that it takes in a sequence of SHORT_SEQ tokens."""
+        """Return the workload with its sequence length halved until a token takes at most MOST_TOKEN_COST times the
+        operations that it takes in a sequence of SHORT_SEQ_LEN tokens."""
 
         def cost(tokens: int) -> float:
             return replace(load, seq_len=tokens).flops_per_step / tokens
 
         seq_len = load.seq_len
-        while seq_len // 2 >= SHORT_SEQ and cost(seq_len) > LONGER * cost(SHORT_SEQ):
+        while seq_len // 2 >= SHORT_SEQ_LEN and cost(seq_len) > MOST_TOKEN_COST * cost(SHORT_SEQ_LEN):
             seq_len //= 2
         return replace(load, seq_len=seq_len)
 
-    def _is_worth(self, chosen: dict[str, Any], workload: Workload) -> bool:
+    def _is_worth(self, chosen: JsonObject, workload: Workload) -> bool:
         fastest = self._fastest(chosen["method"], self.place, workload, chosen["asked"], chosen["batch_size"])
-        return (fastest.tokens_per_second or 0.0) > WORTH * chosen["tokens_per_second"]
+        return (fastest.tokens_per_second or 0.0) > HELPFUL_SPEEDUP * chosen["tokens_per_second"]
 
     def _decide(self, names: list[str], workload: Workload) -> Decision:
         place_name = self.place.name
-        is_there = is_here if place_name is None else lambda record: ran_on(record, place_name)
-        accuracies = accuracy(filter(is_there, self.records), self.folders)
+        is_there = (
+            is_of_this_machine if place_name is None else lambda record: is_of_machine(record, place_name)
+        )
+        accuracies = method_accuracies(filter(is_there, self.records), self.folders)
         rows = []
         for name in names:
             measured = accuracies.get(name)
             forecast = {
                 "accuracy": measured and measured._asdict(),
-                "error_of_forecast": error_of(name, accuracies, self.folders)._asdict(),
+                "error_of_forecast": forecast_error(name, accuracies, self.folders)._asdict(),
             }
             rows += [row | forecast for row in self._rows(name, workload)]
-        rows.sort(key=_rank)
-        able = [row for row in rows if _rank(row)[0] == 0]
-        near = [row for row in able if row["tokens_per_second"] >= NEAR * able[0]["tokens_per_second"]]
-        chosen = min(near, key=lambda row: row["batch_size"], default=None)
+        rows.sort(key=_row_rank)
+        candidates = [row for row in rows if _row_rank(row)[0] == 0]
+        near_rows = []
+        for row in candidates:
+            if row["tokens_per_second"] >= NEAR_SPEED_SHARE * candidates[0]["tokens_per_second"]:
+                near_rows.append(row)
+        chosen = min(near_rows, key=lambda row: row["batch_size"], default=None)
         if chosen:
             rows.insert(0, rows.pop(rows.index(chosen)))
-        return Decision(workload, [row | {"reason": _reason(row, chosen)} for row in rows], chosen)
+        return Decision(workload, [row | {"reason": _choice_reason(row, chosen)} for row in rows], chosen)
 
-    def _rows(self, name: str, workload: Workload) -> Iterator[dict[str, Any]]:
+    def _rows(self, name: str, workload: Workload) -> Iterator[JsonObject]:
         """Yield the row of a method and, if the method can keep states on a disk, the row of its plan with states on
         the disk."""
-        known = method.option_names(method.load(name, self.folders))
-        options = {option: value for option, value in self.options.items() if option in known}
+        known_options = method.option_names(method.load(name, self.folders))
+        options = {option: value for option, value in self.options.items() if option in known_options}
         yield (row := self._row(name, workload, options))
-        if "error" not in row and not row["disk"] and "disk" in known:
-            on_disk = self._row(name, workload, options | {"disk": DISK})
+        if "error" not in row and not row["disk"] and "disk" in known_options:
+            on_disk = self._row(name, workload, options | {"disk": DISK_FOLDER})
             if on_disk.get("disk"):
                 yield on_disk | {"with": "--disk DIR"}
 
-    def _row(self, name: str, workload: Workload, options: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, name: str, workload: Workload, options: Options) -> JsonObject:
         try:
             fastest = self._fastest(name, self.place, workload, options)
         except (ValueError, method.Unavailable) as error:
@@ -153,59 +166,63 @@ class Advice:
         load, plan, cls = fastest.workload, fastest.plan.pooled(fastest.room), method.load(name, self.folders)
         unrated = replace(fastest.room, rates=None)
         job = Job(name, load, options, device=self.place.device)
-        sizes = ("num_params", "num_layers", "batch_size", "micro_batches", "seq_len", "dtype")
+        size_fields = ("num_params", "num_layers", "batch_size", "micro_batches", "seq_len", "dtype")
         return {
             "method": name,
             "is_exact": cls.is_exact,
             "missing": self._missing(name),
-            **{size: getattr(load, size) for size in sizes},
-            "fits": not fastest.lacks,
-            "lacks_bytes": fastest.lacks,
+            **{field: getattr(load, field) for field in size_fields},
+            "fits": not fastest.lacking_bytes,
+            "lacks_bytes": fastest.lacking_bytes,
             "shortfall": fastest.plan.shortfall(fastest.room),
             **{memory: getattr(plan, memory) for memory in MEMORIES},
             "options": fastest.plan.options,
             "asked": options,
             "largest_layers": most_layers(job, unrated, self.folders),
             **self._speeds(fastest),
-            "measured_step_seconds": measured_for(self.records, name, load, self.place.name, bool(plan.disk)),
+            "measured_step_seconds": measured_step_seconds(
+                self.records, name, load, self.place.name, bool(plan.disk)
+            ),
         }
 
     def _missing(self, name: str) -> str | None:
         """Return, as text, what the method lacks to run on this machine, and how to get it. None if it lacks nothing,
         or if the place is another machine."""
-        return (
-            method.create(name, {}, self.folders).missing(self.place.device)
-            if self.place.name is None
-            else None
-        )
+        if self.place.name is not None:
+            return None
+        return method.create(name, {}, self.folders).missing(self.place.device)
 
     def _fastest(
-        self, name: str, place: TrainingPlace, workload: Workload, options: dict[str, Any], least: int = 1
+        self, name: str, place: TrainingPlace, workload: Workload, options: Options, least_batch: int = 1
     ) -> Try:
-        """Return the fastest Try of a method. `least`: the batch with which the search begins."""
-        trained = method.create(name, options, self.folders)
-        searched = self.searched if trained.accumulates else self.searched - {"micro_batches"}
-        return best(partial(self._try, trained, place, options), workload, searched, least)
+        """Return the fastest Try of a method. `least_batch`: the batch with which the search begins."""
+        configured_method = method.create(name, options, self.folders)
+        searched = self.searched if configured_method.accumulates else self.searched - {"micro_batches"}
+        return best_try(
+            partial(self._try, configured_method, place, options), workload, searched, least_batch
+        )
 
     def _try(
-        self, trained: method.Method, place: TrainingPlace, options: dict[str, Any], workload: Workload
+        self, configured_method: method.Method, place: TrainingPlace, options: Options, workload: Workload
     ) -> Try:
-        method.check(trained, workload, self.folders)
+        method.check(configured_method, workload, self.folders)
         num_ranks = options.get("world_size", 1)
         room = place.room_for(workload, num_ranks)
-        plan = trained.plan(workload, room)
-        foretold = predicted(trained, workload, plan, room.rates, num_ranks) if room.rates else None
-        return Try(workload, options, plan, room, foretold)
+        plan = configured_method.plan(workload, room)
+        forecast = (
+            predict_step(configured_method, workload, plan, room.rates, num_ranks) if room.rates else None
+        )
+        return Try(workload, options, plan, room, forecast)
 
-    def _speeds(self, fastest: Try) -> dict[str, Any]:
+    def _speeds(self, fastest: Try) -> JsonObject:
         names = ("step_seconds", "binds", "tokens_per_second", "hours", "mfu")
-        if fastest.step is None:
+        if fastest.forecast is None:
             return dict.fromkeys(names)
-        seconds, speed = fastest.step.seconds, fastest.tokens_per_second
+        seconds, speed = fastest.forecast.seconds, fastest.tokens_per_second
         peak = self.place.peak_flops(fastest.workload.dtype)
         hours = self.tokens and speed and self.tokens / speed / 3600
         mfu = peak and fastest.workload.model_flops_per_step / seconds / peak
-        return dict(zip(names, (seconds, fastest.step.binds, speed, hours, mfu), strict=True))
+        return dict(zip(names, (seconds, fastest.forecast.binds, speed, hours, mfu), strict=True))
 
     def remedies(self, decision: Decision) -> Iterator[Remedy]:
         """Yield a Remedy for each change that is tried, whether it helps or not."""
@@ -230,9 +247,9 @@ class Advice:
             place = self.place.with_host(host + size * GIB)
             return self._remedy(decision, f"+{size} GiB of host memory", place, load)
 
-        if not remedy(MORE_HOST_GIB[-1]).method:
+        if not remedy(ADDED_HOST_GIB[-1]).method:
             return Remedy("more host memory")
-        return next(filter(lambda remedy: remedy.method, map(remedy, MORE_HOST_GIB)))
+        return next(filter(lambda remedy: remedy.method, map(remedy, ADDED_HOST_GIB)))
 
     def _first_gpu(self, decision: Decision) -> Remedy:
         """Return the remedy of another GPU in the same host. The GPUs in machines.yaml with more memory than this one
@@ -250,9 +267,10 @@ class Advice:
         rows = [row for row in decision.rows if is_usable(row) and row["fits"] and not row["disk"]]
         if not rows or not decision.chosen:
             return Remedy("no disk")
-        speed = rows[0]["tokens_per_second"]
-        times = speed / decision.chosen["tokens_per_second"]
-        return Remedy("no disk", rows[0]["method"], speed, times, settings_text(rows[0]))
+        fastest = rows[0]
+        speed = fastest["tokens_per_second"]
+        speedup = speed / decision.chosen["tokens_per_second"]
+        return Remedy("no disk", fastest["method"], speed, speedup, settings_text(fastest))
 
     def _remedy(
         self,
@@ -260,28 +278,30 @@ class Advice:
         change: str,
         place: TrainingPlace,
         workload: Workload,
-        options: dict[str, Any] | None = None,
+        options: Options | None = None,
     ) -> Remedy:
         """Return the remedy of a change. If the change helps, the remedy has the fastest method of the usable rows
         after the change. For each row, the search for a batch begins at the row's own batch."""
-        now = decision.chosen and decision.chosen["tokens_per_second"]
-        faster: list[tuple[dict[str, Any], Try]] = []
+        speed_now = decision.chosen and decision.chosen["tokens_per_second"]
+        faster: list[tuple[JsonObject, Try]] = []
         for row in filter(is_usable, decision.rows):
-            least = row["batch_size"] * workload.seq_len // row["seq_len"] if row["fits"] else 1
+            least_batch = row["batch_size"] * workload.seq_len // row["seq_len"] if row["fits"] else 1
             row_options = row["asked"] | (options or {})
             with contextlib.suppress(ValueError, method.Unavailable):
-                least = max(least, row_options.get("world_size", 1))
-                then = self._fastest(row["method"], place, workload, row_options, least)
-                if not then.lacks and then.step and (then.tokens_per_second or 0.0) > WORTH * (now or 0.0):
-                    faster.append((row, then))
+                least_batch = max(least_batch, row_options.get("world_size", 1))
+                changed = self._fastest(row["method"], place, workload, row_options, least_batch)
+                is_faster = (changed.tokens_per_second or 0.0) > HELPFUL_SPEEDUP * (speed_now or 0.0)
+                if not changed.lacking_bytes and changed.forecast and is_faster:
+                    faster.append((row, changed))
         if not faster:
             return Remedy(change)
-        row, then = max(faster, key=lambda pair: pair[1].tokens_per_second or 0.0)
-        speed = then.tokens_per_second or 0.0
-        ranks = " --ranks 2" if then.options.get("world_size") else ""
-        sizes = {name: getattr(then.workload, name) for name in ("batch_size", "seq_len", "micro_batches")}
+        row, changed = max(faster, key=lambda pair: pair[1].tokens_per_second or 0.0)
+        speed = changed.tokens_per_second or 0.0
+        ranks = " --ranks 2" if changed.options.get("world_size") else ""
+        load = changed.workload
+        settings = settings_text(vars(load))
         return Remedy(
-            change, row["method"] + ranks, speed, speed / now if now else None, settings_text(sizes)
+            change, row["method"] + ranks, speed, speed / speed_now if speed_now else None, settings
         )
 
 
@@ -293,48 +313,47 @@ def advice_of_records(records: Sequence[Record]) -> Advice | None:
         return None
     pairs = Counter((record.job.workload, record.job.budget) for record in trained)
     (workload, budget), _ = pairs.most_common(1)[0]
-    if is_here(trained[-1]):
+    if is_of_this_machine(trained[-1]):
         place = this_place(budget)
-    elif name := entry_of(trained[-1]):
+    elif name := machine_name_of(trained[-1]):
         place = named_place(name, budget)
     else:
         return None
     return Advice(place, workload, records=tuple(records))
 
 
-def is_usable(row: dict[str, Any]) -> bool:
+def is_usable(row: JsonObject) -> bool:
     """True if the row's method trains this workload like the reference, and the method lacks nothing at the place, as
     far as is known."""
     return "error" not in row and row["is_exact"] and not row["missing"]
 
 
-def name_text(row: dict[str, Any]) -> str:
+def method_text(row: JsonObject) -> str:
     return " ".join(filter(None, (row["method"], row.get("with"))))
 
 
-def settings_text(row: dict[str, Any]) -> str:
+def settings_text(row: JsonObject) -> str:
     parts = f" in {row['micro_batches']} micro-batches" if row["micro_batches"] > 1 else ""
     return f"{row['batch_size']} x {row['seq_len']}{parts}"
 
 
-def fits_text(row: dict[str, Any]) -> str:
+def fits_text(row: JsonObject) -> str:
     if row["missing"]:
         return "not here"
     lacks = ", ".join(f"{gib(size)} of {memory}" for memory, size in row["lacks_bytes"].items())
     return "yes" if row["fits"] else f"lacks {lacks}"
 
 
-def off_text(row: dict[str, Any]) -> str:
+def errors_text(row: JsonObject) -> str:
     """Return, as text, the errors of predictions for this row's method; empty if no run measured them."""
     accuracy = row["accuracy"]
-    return (
-        f"{accuracy['median']:+.0%}, worst {accuracy['worst']:+.0%} ({counted(accuracy['num_runs'], 'run')})"
-        if accuracy
-        else ""
-    )
+    if not accuracy:
+        return ""
+    num_runs = counted(accuracy["num_runs"], "run")
+    return f"{accuracy['median']:+.0%}, worst {accuracy['worst']:+.0%} ({num_runs})"
 
 
-def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:
+def _choice_reason(row: JsonObject, chosen: JsonObject | None) -> str:
     """Return, as text, why a row was not chosen; `taken` for the chosen row; `fits` if no row was chosen."""
     if "error" in row:
         return row["error"]
@@ -350,7 +369,7 @@ def _reason(row: dict[str, Any], chosen: dict[str, Any] | None) -> str:
     return f"{row['tokens_per_second'] / chosen['tokens_per_second']:.2f} times as fast{larger}"
 
 
-def _rank(row: dict[str, Any]) -> tuple[int, float]:
+def _row_rank(row: JsonObject) -> tuple[int, float]:
     if "error" in row:
         return 5, 0.0
     if row["missing"]:

@@ -12,9 +12,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.core import method
 from harness.core.job import Budget, Job, Plan, Room, Workload
 from harness.core.method import OF_SEVERAL_MODELS
@@ -22,10 +23,10 @@ from harness.devices import cuda_budget, machine, named_machines
 from harness.devices.room import check_device, imports_text, room_of
 from harness.plan.run_time import run_seconds
 
-MOST_SECONDS = 60.0  # most seconds that a scaled run and its reference may take together
-MOST_OF_HOST = 0.5  # largest share of this machine's memory that a scaled run may take
-FACTORS = (1, 2, 4, 8, 16, 32, 64)
-LEAST_TOKENS, LEAST_WORDS = 16, 64
+MOST_SCALED_SECONDS = 60.0  # most seconds that a scaled run and its reference may take together
+MOST_HOST_SHARE = 0.5  # largest share of this machine's memory that a scaled run may take
+SCALE_FACTORS = (1, 2, 4, 8, 16, 32, 64)
+LEAST_SEQ_LEN, LEAST_VOCAB_SIZE = 16, 64
 
 T = TypeVar("T")
 
@@ -43,37 +44,36 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
 
     `room`: the memories to fill; None: those of this machine. Raises ValueError for wrong options.
     """
-    trained = method.create(job.method, job.options, folders)
-    method.check(trained, job.workload, folders)
+    configured_method = method.create(job.method, job.options, folders)
+    method.check(configured_method, job.workload, folders)
     if job.device == "cuda":
         check_device(job.budget.device_bytes, job.world_size)
-    less = imports_text(job.budget, job.device) if room is None else ""
+    imports_note = imports_text(job.budget, job.device) if room is None else ""
     room = room or room_of(job)
-    plan = trained.plan(job.workload, room)
-    options = plan.options or dataclasses.asdict(trained)  # type: ignore[call-overload]
+    plan = configured_method.plan(job.workload, room)
+    options = plan.options or dataclasses.asdict(configured_method)  # type: ignore[call-overload]
     for name in OF_SEVERAL_MODELS:
         planned_number, number = options.get(name, 1), job.options.get(name, 1)
         if planned_number != number:
-            raise ValueError(
-                f"{job.method}: expected a plan with {name} {number}, as the job asks, got {planned_number}"
-            )
-    resolved = dataclasses.replace(job, options=options)
+            expected = f"expected a plan with {name} {number}, as the job asks"
+            raise ValueError(f"{job.method}: {expected}, got {planned_number}")
+    planned_job = dataclasses.replace(job, options=options)
     shortfall = plan.shortfall(room)
     if shortfall is None:
-        return Planned(resolved, plan, None)
-    if less and next(iter(plan.lacks(room))) == "host":
-        shortfall += f" (--host-memory {less})"
+        return Planned(planned_job, plan, None)
+    if imports_note and next(iter(plan.lacks(room))) == "host":
+        shortfall += f" (--host-memory {imports_note})"
     ranks = f" on each of {job.world_size} ranks" if job.world_size > 1 else ""
     size = f"{job.method} with {counted(job.workload.num_layers, 'layer')}{ranks}"
-    return Planned(resolved, plan, f"{size} {shortfall}{_remedies(job, plan, room, folders)}")
+    return Planned(planned_job, plan, f"{size} {shortfall}{_remedies_text(job, plan, room, folders)}")
 
 
-def _remedies(job: Job, plan: Plan, room: Room, folders: tuple[Path, ...]) -> str:
+def _remedies_text(job: Job, plan: Plan, room: Room, folders: tuple[Path, ...]) -> str:
     """Return a text on the other options that do not fit either, and on the largest number of layers that fits. If no
     number fits with --placement, the text gives the largest number without --placement."""
-    options = _chosen_by_user(job, room, folders)
-    tried = method.create(job.method, options, folders).plan(job.workload, room).tried
-    text = f"; tried, too: {tried}" if tried else ""
+    options = _options_of_user(job, room, folders)
+    tried_text = method.create(job.method, options, folders).plan(job.workload, room).tried
+    text = f"; tried, too: {tried_text}" if tried_text else ""
     depth, without_text = most_layers(dataclasses.replace(job, options=options), room, folders), ""
     placement = options.pop("placement", None)
     if not depth and placement:
@@ -84,85 +84,92 @@ def _remedies(job: Job, plan: Plan, room: Room, folders: tuple[Path, ...]) -> st
     else:
         text += "; no depth fits: lower -h, -b or --seq"
     if room.device_bytes is not None and plan.device_bytes > room.device_bytes:
-        least = plan.device_bytes
+        needed_bytes = plan.device_bytes
         if job.device == "cuda":
-            least = cuda_budget.budget_bytes(least, cuda_budget.context_bytes(job.world_size))
-        text += f", and this one needs --device-memory {-(-least // 1024)}KiB at least"
+            needed_bytes = cuda_budget.budget_bytes(needed_bytes, cuda_budget.context_bytes(job.world_size))
+        text += f", and this one needs --device-memory {-(-needed_bytes // 1024)}KiB at least"
     return text
 
 
-def _chosen_by_user(job: Job, room: Room, folders: tuple[Path, ...]) -> dict[str, Any]:
+def _options_of_user(job: Job, room: Room, folders: tuple[Path, ...]) -> JsonObject:
     """Return the options that the user gave. These are the job's options but for those that the plan would choose
     itself."""
 
-    def planned(options: dict[str, Any]) -> dict[str, Any]:
+    def plan_options(options: JsonObject) -> JsonObject:
         return method.create(job.method, options, folders).plan(job.workload, room).options
 
-    options, planned_options = dict(job.options), planned(job.options)
+    options, planned_options = dict(job.options), plan_options(job.options)
     if planned_options.keys() != options.keys():
         return options
     for name in job.options:
         other_options = {option: value for option, value in options.items() if option != name}
         with contextlib.suppress(ValueError):  # the method has no plan without this option
-            options = other_options if planned(other_options) == planned_options else options
+            if plan_options(other_options) == planned_options:
+                options = other_options
     return options
 
 
-def next_planned(planned: Callable[[int], T], size: int, num_ranks: int) -> tuple[int, T] | None:
-    """Try `num_ranks` sizes, from `size` up. Return the first size that has a plan, and what `planned` returns for this
+def next_planned(plan_at: Callable[[int], T], size: int, num_ranks: int) -> tuple[int, T] | None:
+    """Try `num_ranks` sizes, from `size` up. Return the first size that has a plan, and what `plan_at` returns for this
     size. None if none of the sizes has a plan.
 
-    `planned` raises ValueError for a size without a plan. A window or a placement may need more layers. A number of
+    `plan_at` raises ValueError for a size without a plan. A window or a placement may need more layers. A number of
     pipeline stages, which divides the number of ranks, must also divide the number of layers.
     """
-    for following in range(size, size + num_ranks):
+    for next_size in range(size, size + num_ranks):
         with contextlib.suppress(ValueError):
-            return following, planned(following)
+            return next_size, plan_at(next_size)
     return None
 
 
 def most_layers(job: Job, room: Room, folders: tuple[Path, ...] = ()) -> int:
     """Return the largest number of layers for which the method's plan fits the room; 0 if no number does."""
-    trained = method.create(job.method, job.options, folders)
+    configured_method = method.create(job.method, job.options, folders)
 
-    def fits(num_layers: int, unplanned: bool) -> bool:
+    def fits(num_layers: int, if_unplanned: bool) -> bool:
         planned = next_planned(
-            lambda depth: trained.plan(job.workload.at_depth(depth), room), num_layers, job.world_size
+            lambda depth: configured_method.plan(job.workload.at_depth(depth), room),
+            num_layers,
+            job.world_size,
         )
-        return planned[1].shortfall(room) is None if planned else unplanned
+        return planned[1].shortfall(room) is None if planned else if_unplanned
 
     def may_fit(num_layers: int) -> bool:
         # there are fewer pipeline stages than ranks, so a stage may need more memory than at a larger depth
         is_shallow = num_layers < job.world_size
-        return is_shallow or fits(num_layers, num_layers < job.workload.num_layers)
+        return is_shallow or fits(num_layers, if_unplanned=num_layers < job.workload.num_layers)
 
     depth = method.largest_depth(may_fit)
-    lower = range(min(depth, job.world_size) - 1, 0, -1)
-    return next((number for number in (depth, *lower) if number and fits(number, False)), 0)
+    lower_depths = range(min(depth, job.world_size) - 1, 0, -1)
+    for num_layers in (depth, *lower_depths):
+        if num_layers and fits(num_layers, if_unplanned=False):
+            return num_layers
+    return 0
 
 
 def scale_down(workload: Workload, budget: Budget, factor: int) -> tuple[Workload, Budget]:
     """Divide the workload's sizes by the factor, and the budget's memories by the factor's square.
 
-    The hidden size stays a multiple of the number of heads. Sequence and vocabulary stay at or above LEAST_TOKENS and
-    LEAST_WORDS, unless they were smaller before.
+    The hidden size stays a multiple of the number of heads. Sequence and vocabulary stay at or above LEAST_SEQ_LEN
+    and LEAST_VOCAB_SIZE, unless they were smaller before.
     """
     heads = workload.num_heads
-    widths: dict[str, Any] = {
+    widths: JsonObject = {
         "hidden_size": max(1, workload.hidden_size // factor // heads) * heads,
-        "seq_len": max(min(LEAST_TOKENS, workload.seq_len), workload.seq_len // factor),
-        "vocab_size": max(min(LEAST_WORDS, workload.vocab_size), workload.vocab_size // factor),
+        "seq_len": max(min(LEAST_SEQ_LEN, workload.seq_len), workload.seq_len // factor),
+        "vocab_size": max(min(LEAST_VOCAB_SIZE, workload.vocab_size), workload.vocab_size // factor),
     }
     sizes = {name: getattr(budget, name) for name in ("device_bytes", "host_bytes", "disk_bytes")}
-    memories: dict[str, Any] = {name: size // factor**2 for name, size in sizes.items() if size is not None}
+    memories: JsonObject = {name: size // factor**2 for name, size in sizes.items() if size is not None}
     return dataclasses.replace(workload, **widths), dataclasses.replace(budget, **memories)
 
 
 def scale_to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
     """Scale the job down and move it to the simulated device; return the scaled job and the factor.
 
-    The factor is the least one of FACTORS with which the run and its reference take at most MOST_SECONDS on this
-    machine; if there is none, the largest. A budget that the job lacks is taken from the published runs' machine.
+    The factor is the least one of SCALE_FACTORS with which the run and its reference take at most MOST_SCALED_SECONDS
+    on this machine; if there is none, the largest. A budget that the job lacks is taken from the published runs'
+    machine.
     """
     published = named_machines.load(named_machines.PUBLISHED).budget_on("sim")
     limits = {
@@ -170,11 +177,13 @@ def scale_to_fit(job: Job, folders: tuple[Path, ...] = ()) -> tuple[Job, int]:
     }
     whole = dataclasses.replace(published, rates=None, **limits, seconds=job.budget.seconds)
     assert whole.device_bytes and whole.host_bytes
-    for factor in FACTORS:
+    for factor in SCALE_FACTORS:
         workload, budget = scale_down(job.workload, whole, factor)
         scaled = dataclasses.replace(job, workload=workload, budget=budget, device="sim")
         plan = method.create(job.method, job.options, folders).plan(workload, budget.room)
-        has_room = (budget.device_bytes or 0) + (budget.host_bytes or 0) < MOST_OF_HOST * machine.host_bytes()
-        if has_room and 2 * run_seconds(scaled, plan) <= MOST_SECONDS:
+        has_room = (budget.device_bytes or 0) + (
+            budget.host_bytes or 0
+        ) < MOST_HOST_SHARE * machine.host_bytes()
+        if has_room and 2 * run_seconds(scaled, plan) <= MOST_SCALED_SECONDS:
             break
     return scaled, factor

@@ -7,14 +7,14 @@ import re
 from harness.core.job import Workload
 from harness.models import named_models
 
-UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+PARAM_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
-def amount(text: str) -> float | None:
+def parsed_amount(text: str) -> float | None:
     """Return the number that a text such as 7B, 350m or 1000000000 stands for; None if the text is no positive
     number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
-    return float(match[1]) * UNITS[match[2]] if match and float(match[1]) else None
+    return float(match[1]) * PARAM_UNITS[match[2]] if match and float(match[1]) else None
 
 
 def gpt_of_size(num_params: float) -> Workload:

@@ -15,7 +15,7 @@ from harness.devices.named_machines import Machine
 from harness.devices.room import imports_text, less_imports, room_at, room_within
 
 # 16-bit dtypes, the preferred one first; a place takes the first in which its GPU can compute
-HALVES = ("bf16", "fp16")
+HALF_DTYPES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TrainingPlace:
         if self.device != "cuda":
             return "fp32"
         if self.entry and self.entry.datasheet:
-            return next((half for half in HALVES if self.peak_flops(half)), "fp32")
+            return next((half for half in HALF_DTYPES if self.peak_flops(half)), "fp32")
         return "bf16" if self.name or machine.has_bf16() else "fp16"
 
     def with_host(self, host_bytes: int) -> TrainingPlace:
@@ -68,7 +68,7 @@ def named_place(name: str, budget: Budget, facts: dict[str, Any] | None = None) 
         try:
             entry = named_machines.load(name)
         except ValueError as error:
-            remedy = f"give the GPU's numbers: --device-memory 24GB {example_numbers()}"
+            remedy = f"give the GPU's numbers: --device-memory 24GB {example_facts_text()}"
             raise ValueError(
                 f"{error}; or {remedy}; or what ./run.sh rates prints there, with --machines FILE"
             ) from error
@@ -76,14 +76,14 @@ def named_place(name: str, budget: Budget, facts: dict[str, Any] | None = None) 
         return TrainingPlace(name, about, "cuda", budget, replace(entry, facts=(entry.facts or {}) | facts))
     if missing := [fact for fact in NEEDED_FACTS if fact not in facts]:
         raise ValueError(
-            f"expected the facts {', '.join(missing)} of {name}, got none: try {example_numbers()}"
+            f"expected the facts {', '.join(missing)} of {name}, got none: try {example_facts_text()}"
         )
     if budget.device_bytes is None:
         raise ValueError(f"expected the memory of {name}, got none: try --device-memory 24GB")
     return TrainingPlace(name, f"{name}, by the numbers of the call", "cuda", budget, Machine(facts=facts))
 
 
-def example_numbers() -> str:
+def example_facts_text() -> str:
     """Return, as text, example options that describe a GPU missing from machines.yaml. The numbers are those of a
     desktop computer."""
     examples = {"gpu_tflops": 80, "link_gb_per_second": 20, "host_adam_gparams_per_second": 2}
@@ -106,12 +106,12 @@ def memories_text(name: str | None, budget: Budget, room: Room, device: str) -> 
     about = named_machines.load(name).about if name in named_machines.names() else ""
     host = "not limited" if room.host_bytes is None else gib(room.host_bytes)
     less = imports_text(budget, device) if name is None else ""
-    host += f" ({', '.join(filter(None, (_host_source(name, budget), less)))})"
+    host += f" ({', '.join(filter(None, (_host_source_text(name, budget), less)))})"
     line = f"memories that plans fill: device {_device_text(name, budget, room, device)}; host {host}"
     return f"{line}\n{name}: {about}" if about else line
 
 
-def device_source(name: str) -> str:
+def device_source_text(name: str) -> str:
     """Return, as text, the size of a named machine's device memory, and where this number comes from."""
     size = named_machines.load(name).device_memory
     source = named_machines.source(name)
@@ -124,7 +124,7 @@ def _device_text(name: str | None, budget: Budget, room: Room, device: str) -> s
     if budget.device_bytes:
         source = "--device-memory"
     elif name:
-        source = device_source(name)
+        source = device_source_text(name)
     else:
         source = "this machine's GPU"
     if device == "cuda" and (budget.device_bytes or not name):
@@ -132,7 +132,7 @@ def _device_text(name: str | None, budget: Budget, room: Room, device: str) -> s
     return f"{gib(room.device_bytes)} ({source})"
 
 
-def _host_source(name: str | None, budget: Budget) -> str:
+def _host_source_text(name: str | None, budget: Budget) -> str:
     if budget.host_bytes:
         return "--host-memory"
     if name is None:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.devices import streams as streams_of
-from harness.simulation.watched_ops import Memories, Memory, Op, attributes, tensors_in
+from harness.simulation.watched_ops import Memories, Memory, Op, named_attributes, tensors_in
 
 DEVICE = "cpu:0"  # stands for the device in the watched code, where plain "cpu" is the host
 
@@ -156,7 +156,7 @@ class FakeStreams:
         return Pool(self, f"pool {next(self._numbers)} thread", num_threads)
 
     def workers(self, num_threads: int) -> Pool:
-        """Make the threads that run updates: as many as watching() was told, not `num_threads`."""
+        """Make the threads that run updates: as many as watch_streams() was told, not `num_threads`."""
         return self.pool(self.num_workers)
 
     def use(self, stream: Stream) -> AbstractContextManager:
@@ -182,7 +182,7 @@ class FakeStreams:
     def name(self, owner: Any, prefix: str = "") -> None:
         """Name the memories, streams and threads that an object has as attributes; each gets the name of its attribute,
         with `prefix` before it."""
-        for attribute, value in attributes(owner):
+        for attribute, value in named_attributes(owner):
             for tensor in tensors_in(value):
                 memory = self.memories.of(tensor)
                 memory.name = memory.name or prefix + attribute
@@ -226,7 +226,7 @@ class _CopiesHome(TorchFunctionMode):
 
 
 @contextmanager
-def watching(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
+def watch_streams(clock: Clock, num_workers: int = 1) -> Iterator[FakeStreams]:
     """Inside the context, replace the streams of DEVICE and the host's threads. `num_workers`: number of threads for
     updates."""
     ops, copies_home = _Ops(), _CopiesHome()
@@ -251,7 +251,7 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
         streams.memories.of(slab, made_by="room").is_host = host
         return slab
 
-    named = functools.partial(_named, streams)
+    named = functools.partial(_naming_constructor, streams)
 
     def numbered(name: str) -> Any:
         numbers = itertools.count(1)
@@ -275,7 +275,7 @@ def _install(streams: FakeStreams, stack: ExitStack) -> None:
         stack.enter_context(mock.patch.object(cls, name, function))
 
 
-def _named(
+def _naming_constructor(
     streams: FakeStreams,
     prefix_of: Callable[[Any], str],
     is_on_host: Callable[..., bool | None] = lambda *_: None,

@@ -28,7 +28,7 @@ class MachineSpan(NamedTuple):
     samples_per_second: float  # counts only samples of steps that are not repeated later
 
 
-def drawn_trace(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
+def draw_trace(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
     """Draw a trace of `hours` in which each of `most` machines is present and absent in turns.
 
     Each duration is drawn from an exponential distribution. Its mean is `mean_hours` while the machine is present, and
@@ -81,5 +81,5 @@ class ElasticJob:
         return spans
 
 
-def samples(spans: Sequence[MachineSpan]) -> float:
+def total_samples(spans: Sequence[MachineSpan]) -> float:
     return sum((span.end - span.start) * span.samples_per_second for span in spans)

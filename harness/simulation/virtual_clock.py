@@ -33,23 +33,27 @@ from harness.core.data import token_batches
 from harness.core.job import Room, Workload
 from harness.core.method import Method
 from harness.devices import exchange
-from harness.plan.resources import parts_sent, sum_sent
+from harness.plan.resources import all_reduce_sent_bytes, gather_sent_bytes
 from harness.run.timeline import Span, Timeline, steps, write_timeline
-from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watching
+from harness.simulation.fake_streams import DEVICE, Agent, FakeStreams, HostThread, Pool, watch_streams
 from harness.simulation.watched_ops import Memory, Op, tensors_in
 
 aten = torch.ops.aten
 # Torch has FLOP formulas for CUDA's attention kernels. The CPU's kernels take their arguments in the same order.
-ATTENTION = {
+CUDA_ATTENTION_OPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 # by name of an AdamW kernel: its argument that holds the parameters
-UPDATES = {"_fused_adamw_": "self", "adamw": "grads"}
+UPDATE_ARGUMENTS = {"_fused_adamw_": "self", "adamw": "grads"}
 # By name of a collective that exchanges a tensor between ranks: the function that returns the bytes that a rank sends.
-EXCHANGES = {"_allgather_base_": parts_sent, "_reduce_scatter_base_": parts_sent, "allreduce_": sum_sent}
+SENT_BYTES_BY_COLLECTIVE = {
+    "_allgather_base_": gather_sent_bytes,
+    "_reduce_scatter_base_": gather_sent_bytes,
+    "allreduce_": all_reduce_sent_bytes,
+}
 # ops that launch no kernel, and so take no time
-ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}
+ALLOCATION_OPS = {"empty", "empty_like", "new_empty", "empty_strided"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class VirtualTime:
         self._work(thread, op, self.machine.launch_seconds)
 
     def ran(self, agent: Agent, op: Op) -> None:
-        if op.name in EXCHANGES:
+        if op.name in SENT_BYTES_BY_COLLECTIVE:
             seconds = self._exchange_seconds(op)
             agent.now = self.link.carry(agent.now, seconds)
             self.busy_seconds["link between devices"] += seconds
@@ -128,13 +132,15 @@ class VirtualTime:
     def freed(self, agent: Agent, now: float, memory: Memory) -> None: ...
 
     def _work(self, agent: Agent, op: Op, seconds: float) -> None:
-        if op.name not in ALLOCATIONS:
+        if op.name not in ALLOCATION_OPS:
             agent.now += seconds
             self.busy_seconds[agent.name] += seconds
 
     def _exchange_seconds(self, op: Op) -> float:
         whole = max(access.num_bytes for access in op.accesses)
-        return EXCHANGES[op.name](whole, self.num_ranks) / self.machine.exchange_bytes_per_second
+        return (
+            SENT_BYTES_BY_COLLECTIVE[op.name](whole, self.num_ranks) / self.machine.exchange_bytes_per_second
+        )
 
     def _seconds(self, op: Op) -> float:
         machine = self.machine
@@ -175,23 +181,23 @@ class DeviceLink:
 def updated_params(op: Op) -> int:
     """Return the number of parameters that an op updates: 0 unless the op is an AdamW kernel, of this project or of
     torch."""
-    if op.name not in UPDATES:
+    if op.name not in UPDATE_ARGUMENTS:
         return 0
-    return sum(tensor.numel() for tensor in tensors_in(op.arguments[UPDATES[op.name]]))
+    return sum(tensor.numel() for tensor in tensors_in(op.arguments[UPDATE_ARGUMENTS[op.name]]))
 
 
 def flops_of(op: Op) -> float:
     """Return the floating-point operations of a matrix product or of attention, which takes half as many if it is
     causal; 0 for any other op."""
     packet = op.func.overloadpacket
-    formula = flop_registry.get(ATTENTION.get(packet, packet))
+    formula = flop_registry.get(CUDA_ATTENTION_OPS.get(packet, packet))
     if formula is None:
         return 0.0
     flops: float = formula(*tensors_in(list(op.arguments.values())), out_val=op.result)
     return flops / 2 if op.arguments.get("is_causal") else flops
 
 
-class Spans:
+class AgentSpans:
     """The spans of the agents' work, in virtual seconds. Work that takes no time has no span."""
 
     def __init__(self, streams: FakeStreams) -> None:
@@ -211,7 +217,7 @@ class Spans:
             self.done.append(span)
 
 
-class Due:
+class DueUpdate:
     """An update that waits for its gradient, or is under way. `released`: time at which its gradient has arrived.
     `seconds`: time that the update needs. `labels`: spans whose track, work and part of the model the update's own
     spans get."""
@@ -233,14 +239,14 @@ class VirtualWorkers(Pool):
     the earliest deadline among the updates whose gradients have arrived. The order is computed only when somebody waits
     for an update."""
 
-    def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: Spans) -> None:
+    def __init__(self, streams: FakeStreams, clock: VirtualTime, num_threads: int, spans: AgentSpans) -> None:
         super().__init__(streams, "workers", num_threads)
         self.clock, self.now, self.spans = clock, 0.0, spans
-        self.waiting: list[Due] = []
+        self.waiting: list[DueUpdate] = []
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Any:
         streams, busy = self.streams, self.clock.busy_seconds
-        work_spans = Spans(
+        work_spans = AgentSpans(
             self.streams
         )  # apart from self.spans, because the work has its time only in work_until()
         thread, before = HostThread("workers", streams.thread.now, streams.compute), busy["workers"]
@@ -248,11 +254,11 @@ class VirtualWorkers(Pool):
             work(0, num_chunks)
         seconds = busy["workers"] - before
         self.waiting.append(
-            Due(self, deadline, thread.now - seconds, seconds / len(self.threads), work_spans.done[:1])
+            DueUpdate(self, deadline, thread.now - seconds, seconds / len(self.threads), work_spans.done[:1])
         )
         return self.waiting[-1]
 
-    def work_until(self, wanted: Due) -> None:
+    def work_until(self, wanted: DueUpdate) -> None:
         while wanted in self.waiting:
             landed = [due for due in self.waiting if due.released <= self.now]
             if not landed:
@@ -293,8 +299,8 @@ def virtual_run(method: Method, workload: Workload, machine: VirtualMachine, ste
     )
     num_ranks = getattr(method, "world_size", 1)
     clock = VirtualTime(machine, num_ranks)
-    with first_rank_of(num_ranks), watching(clock, machine.num_workers) as streams:
-        spans = Spans(streams)
+    with first_rank_of(num_ranks), watch_streams(clock, machine.num_workers) as streams:
+        spans = AgentSpans(streams)
         streams.span = spans.span
         workers = VirtualWorkers(streams, clock, machine.num_workers, spans)
         streams.workers = lambda num_threads: workers  # type: ignore[method-assign]

@@ -18,13 +18,13 @@ from unittest import mock
 from torch import Tensor
 
 # By name of a collective: the argument that it writes, though its schema does not mark this argument as written.
-COLLECTIVES = {
+WRITTEN_ARGUMENTS = {
     "_allgather_base_": "output_tensor",
     "_reduce_scatter_base_": "output_tensor",
     "allreduce_": "tensors",
 }
 # ops that write to their first argument without reading it
-OVERWRITES = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
+OVERWRITING_OPS = {"copy_", "zero_", "fill_", "normal_", "uniform_"}
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ class Memories:
         """Return the Op for an op that has just run. The device memory that it allocated belongs to `stream`."""
         name, (names, written) = func.overloadpacket.__name__, _arguments_of(func)
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        unread = written if name in OVERWRITES else ()
+        unread = written if name in OVERWRITING_OPS else ()
         reads, writes = list[Tensor](), list[Tensor]()
         for key, value in arguments.items():
             if key in written:
@@ -151,7 +151,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta]
 
 
-def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
+def named_attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each attribute of an object. For a state (a named tuple), yield instead the name and
     value of each of its slabs; the names in a spare state begin with "spare"."""
     for attribute, value in vars(owner).items():
@@ -169,5 +169,5 @@ def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
     name = func.overloadpacket.__name__
     return [argument.name for argument in schema], written | (
-        {COLLECTIVES[name]} if name in COLLECTIVES else set()
+        {WRITTEN_ARGUMENTS[name]} if name in WRITTEN_ARGUMENTS else set()
     )

@@ -18,7 +18,7 @@ from harness.base.json_object import JsonObject
 from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Training
-from harness.plan.resources import parts_sent, sum_sent
+from harness.plan.resources import all_reduce_sent_bytes, gather_sent_bytes
 from methods.engines.release import Release, ReleasedMethod
 from methods.shared.memory_needs import (
     describe,
@@ -193,8 +193,8 @@ def stage_2_plan(workload: Workload, room: Room, num_ranks: int = 1, stage: int 
 def stage_2_exchanged(workload: Workload, num_ranks: int, stage: int = 2) -> dict[str, float]:
     """Return the bytes that a rank sends in a step of stage 0, 1 or 2: gathered weights, and sums of gradients."""
     num_bytes = workload.weight_bytes * workload.num_params
-    sums = _num_sums(workload, stage) * sum_sent(num_bytes, num_ranks)
-    return {"gathers": parts_sent(num_bytes, num_ranks), "sums": sums}
+    sums = _num_sums(workload, stage) * all_reduce_sent_bytes(num_bytes, num_ranks)
+    return {"gathers": gather_sent_bytes(num_bytes, num_ranks), "sums": sums}
 
 
 def _num_sums(workload: Workload, stage: int) -> int:
@@ -310,7 +310,8 @@ def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
     """
     sent, size = {"gathers": gathered_params(workload), "sums": workload.num_params}, workload.weight_bytes
     return {
-        kind: parts_sent(workload.micro_batches * size * count, num_ranks) for kind, count in sent.items()
+        kind: gather_sent_bytes(workload.micro_batches * size * count, num_ranks)
+        for kind, count in sent.items()
     }
 
 

@@ -17,7 +17,7 @@ from harness.base.json_object import JsonObject
 from harness.core.job import Job, Workload, gib
 from harness.core.rates import Rates
 from harness.devices import named_machines
-from harness.plan.training_place import device_source
+from harness.plan.training_place import device_source_text
 from methods.pipeline.config.measured_profile import measure_profile
 from methods.pipeline.config.profile import PROFILE_FILE
 from methods.pipeline.config.simulate import Network, PipelineRun, simulate_step
@@ -178,7 +178,7 @@ def _named_costs(call: CallOptions, batch_size: int) -> tuple[Profile | GptCosts
         raise ValueError("expected --profile FOLDER, or --model NAME and --machine NAME")
     micro_batch_sizes = [2**power for power in range(LARGEST_CHUNK.bit_length()) if 2**power <= batch_size]
     name = call["machine_name"]
-    memory, memory_source = named_machines.load(name).room.device_bytes, device_source(name)
+    memory, memory_source = named_machines.load(name).room.device_bytes, device_source_text(name)
     costs = GptCosts(
         _named_workload(call), _rates(call), micro_batch_sizes, memory, float(call["network"] or "inf")
     )

@@ -19,7 +19,7 @@ from harness.core.job import gib, params_text
 from harness.core.record import Record
 from harness.jobs.command import repeat_command
 from harness.plan.accuracy import has_disk
-from harness.plan.advise import Advice, fits_text, name_text, off_text
+from harness.plan.advise import Advice, errors_text, fits_text, method_text
 from papers.claims import examine, judge, verify
 from papers.claims.examine import value_text
 from papers.claims.judge import Finding
@@ -395,7 +395,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
         predicted = row["step_seconds"] if row["fits"] or runs else None
         rows.append(
             {
-                "method": name_text(row),
+                "method": method_text(row),
                 "fits": Cell(fits_text(row), look=GOOD if row["fits"] and not row["missing"] else OPEN),
                 "predicted s": Cell("" if predicted is None else f"{predicted:.3g}", predicted),
                 "measured s": Cell(
@@ -404,7 +404,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
                 "binds": (row["binds"] or "") if predicted else "",
                 "largest -l": Cell(str(row["largest_layers"]), row["largest_layers"]),
                 "beside the others": row["reason"],
-                "predictions off by": off_text(row),
+                "predictions off by": errors_text(row),
             }
         )
     cells = table(f"A step of {size}, on {advice.place.about}", rows)

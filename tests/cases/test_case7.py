@@ -9,7 +9,7 @@ import pytest
 
 from cases import case7
 from harness.core import method
-from harness.simulation.machine_trace import ElasticJob, MachineChange, drawn_trace, samples
+from harness.simulation.machine_trace import ElasticJob, MachineChange, draw_trace, total_samples
 from methods.pipeline.config.profile import Profile, Section, SectionCost
 from papers.figures import profile
 from papers.figures.point import FigureRow
@@ -94,13 +94,13 @@ def test_a_trace_by_hand() -> None:
         ElasticJob(speed, checkpoint_seconds=100, pause_seconds=pause, is_told=is_told).spans(trace, 300)
         for pause, is_told in ((5, True), (20, False))
     )
-    assert samples(morphed) == pytest.approx(150 * 20 + 45 * 10 + 95 * 20)
-    assert samples(restarted) == pytest.approx(100 * 20 + 130 * 10)
+    assert total_samples(morphed) == pytest.approx(150 * 20 + 45 * 10 + 95 * 20)
+    assert total_samples(restarted) == pytest.approx(100 * 20 + 130 * 10)
 
 
 def test_a_drawn_trace_stays_within_its_machines() -> None:
-    trace = drawn_trace(60, 12, 24, seed=7)
-    assert trace == drawn_trace(60, 12, 24, seed=7) != drawn_trace(60, 12, 24, seed=8)
+    trace = draw_trace(60, 12, 24, seed=7)
+    assert trace == draw_trace(60, 12, 24, seed=7) != draw_trace(60, 12, 24, seed=8)
     assert all(0 <= change.num_machines <= 12 for change in trace) and trace == sorted(trace)
     counts = [change.num_machines for change in trace]
     assert 6 < sum(counts) / len(counts) < 12

@@ -11,7 +11,7 @@ from cases import case8
 from harness.core import method
 from harness.core.record import Record
 from harness.devices import named_machines
-from harness.plan.resources import predicted
+from harness.plan.resources import predict_step
 from papers.figures import case, profile
 from papers.figures.point import FigureRow
 from tests.papers.figures.test_case import DEMO, METHODS, record
@@ -63,12 +63,12 @@ def test_each_point_is_foretold_by_the_rates_of_its_machine() -> None:
     trained = method.create(job.method, job.options)
     plan = trained.plan(job.workload, dataclasses.replace(job.budget.share(2).room, rates=rates))
     assert rates and values["strong", 2.0, case8.FORETOLD] == pytest.approx(
-        4 / predicted(trained, job.workload, plan, rates, num_ranks=2).seconds
+        4 / predict_step(trained, job.workload, plan, rates, num_ranks=2).seconds
     )
     alone = dataclasses.replace(plan, exchanged={})
     assert (
         values["strong", 2.0, case8.FORETOLD]
-        < 4 / predicted(trained, job.workload, alone, rates, num_ranks=2).seconds
+        < 4 / predict_step(trained, job.workload, alone, rates, num_ranks=2).seconds
     )
 
 

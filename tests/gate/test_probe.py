@@ -533,7 +533,7 @@ def test_a_method_that_trains_its_own_width_alone_is_probed_at_it(tmp_path: Path
 def test_seconds_of_a_probe_grow_with_its_layers_and_steps(tmp_path: Path) -> None:
     deep, foreseen = job(num_layers=8), []
     for extent in (Extent(), Extent(layers=ALL_LAYERS), Extent(steps=60), NONE):
-        foreseen.append(Sweep(tmp_path, probe=extent).probe_seconds(deep, run=100.0))
+        foreseen.append(Sweep(tmp_path, probe=extent).probe_seconds(deep, job_seconds=100.0))
     assert foreseen[0] < foreseen[1] < foreseen[2] and foreseen[3] == 0
 
 

@@ -17,11 +17,11 @@ from harness.core.rates import Rates
 from harness.core.record import Gate, Record
 from harness.devices import machine, named_machines
 from harness.models import named_models
-from harness.plan.accuracy import Accuracy, accuracy, error_of
-from harness.plan.advise import SEARCHED, WORTH, Advice, Decision
-from harness.plan.best_settings import NEAR
+from harness.plan.accuracy import Accuracy, forecast_error, method_accuracies
+from harness.plan.advise import HELPFUL_SPEEDUP, SEARCHED_FIELDS, Advice, Decision
+from harness.plan.best_settings import NEAR_SPEED_SHARE
 from harness.plan.fit import resolve
-from harness.plan.resources import predicted
+from harness.plan.resources import predict_step
 from harness.plan.run_time import duration_text
 from harness.plan.sized_model import gpt_of_size
 from harness.plan.training_place import named_place, this_place
@@ -52,7 +52,7 @@ def searched(
     workload: Workload, names: list[str], host_gib: int = 64, gpu: str = "rtx4090"
 ) -> tuple[Advice, Decision]:
     """An answer that chooses batch, micro-batches and sequence."""
-    question = Advice(named_place(gpu, Budget(host_bytes=host_gib * GIB)), workload, searched=SEARCHED)
+    question = Advice(named_place(gpu, Budget(host_bytes=host_gib * GIB)), workload, searched=SEARCHED_FIELDS)
     return question, question.decision(names)
 
 
@@ -70,11 +70,11 @@ def test_a_step_is_the_sum_of_what_is_not_hidden() -> None:
     workload = Workload(num_layers=2)
     params, compute = workload.num_params, workload.flops_per_step / 1e12
     trained = create("zero-offload", {})
-    forecast = predicted(trained, workload, trained.plan(workload, Room()), RATES)
+    forecast = predict_step(trained, workload, trained.plan(workload, Room()), RATES)
     assert forecast.seconds == pytest.approx(compute + 2 * 4 * params / 1e9 + params / 1e8)
     assert forecast.binds == "compute"
     plan = (trained := create("fsdp2-offload", {})).plan(workload, Room())
-    forecast = predicted(trained, workload, plan, RATES)
+    forecast = predict_step(trained, workload, plan, RATES)
     assert forecast.seconds == pytest.approx(max(compute, plan.moved_bytes / 1e9) + params / 1e8)
 
 
@@ -85,7 +85,7 @@ def test_ranks_split_a_step_and_share_the_host(is_host: bool) -> None:
     workload, rates = Workload(num_layers=2), dataclasses.replace(RATES, is_host=is_host)
     params, compute = workload.num_params, workload.flops_per_step / 1e12
     trained = create("zero-offload", {"world_size": 2})
-    forecast = predicted(trained, workload, trained.plan(workload, Room()), rates, num_ranks=2)
+    forecast = predict_step(trained, workload, trained.plan(workload, Room()), rates, num_ranks=2)
     split = (compute + 2 * 4 * params / 1e9) / (1 if is_host else 2)
     assert forecast.seconds == pytest.approx(split + params / 1e8)
 
@@ -94,7 +94,7 @@ def test_a_rank_updates_all_that_it_keeps_states_of() -> None:
     """By hand: each rank of megatron-lm, which shares no states, updates all weights on its device."""
     workload = Workload(num_layers=2)
     trained = create("megatron-lm", {"world_size": 2})
-    forecast = predicted(trained, workload, trained.plan(workload, Room()), RATES, num_ranks=2)
+    forecast = predict_step(trained, workload, trained.plan(workload, Room()), RATES, num_ranks=2)
     assert forecast.seconds == pytest.approx(workload.flops_per_step / 2e12 + 28 * workload.num_params / 1e11)
 
 
@@ -153,7 +153,7 @@ def test_the_decision_is_the_best_row() -> None:
         and len(able) > 3
     )
     fastest = max(row["tokens_per_second"] for row in able)
-    near = [row for row in able if row["tokens_per_second"] >= NEAR * fastest]
+    near = [row for row in able if row["tokens_per_second"] >= NEAR_SPEED_SHARE * fastest]
     assert min(row["batch_size"] for row in near) == decision.chosen["batch_size"]
     assert all(row["reason"] for row in decision.rows) and decision.rows[0]["reason"] == "taken"
     assert "trains otherwise by design" in {
@@ -173,7 +173,7 @@ def test_no_batch_of_a_grid_is_faster_than_the_one_chosen(name: str) -> None:
             fixed = dataclasses.replace(load, batch_size=batch_size, micro_batches=micro_batches)
             row = Advice(question.place, fixed).decision([name]).rows[0]
             others += [row["tokens_per_second"]] if row["fits"] else []
-    assert decision.chosen["tokens_per_second"] >= NEAR * max(others)
+    assert decision.chosen["tokens_per_second"] >= NEAR_SPEED_SHARE * max(others)
 
 
 def test_a_long_sequence_is_shortened_where_a_token_costs_much_more() -> None:
@@ -182,7 +182,7 @@ def test_a_long_sequence_is_shortened_where_a_token_costs_much_more() -> None:
     load = Workload(8, 4096, 32, seq_len=8192, vocab_size=512, dtype="bf16")
     _, decision = searched(load, ["resident"], gpu="h100")
     assert decision.workload.seq_len == 4096
-    fixed = Advice(named_place("h100", Budget()), load, searched=SEARCHED - {"seq_len"}).decision(
+    fixed = Advice(named_place("h100", Budget()), load, searched=SEARCHED_FIELDS - {"seq_len"}).decision(
         ["resident"]
     )
     assert fixed.workload.seq_len == 8192
@@ -208,7 +208,7 @@ def test_two_gpus_train_half_a_batch_each_on_one_host() -> None:
     question, decision = searched(Workload(48, 1600, 25, dtype="bf16"), ["fsdp2-offload"])
     second = next(remedy for remedy in question.remedies(decision) if remedy.change == "a second GPU")
     assert decision.chosen and second.method == "fsdp2-offload --ranks 2"
-    assert second.times and WORTH < second.times <= 2.05
+    assert second.times and HELPFUL_SPEEDUP < second.times <= 2.05
 
 
 def test_where_nothing_fits_a_larger_gpu_is_named_that_does() -> None:
@@ -333,7 +333,7 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
     monkeypatch.setattr(machine, "rates", lambda device, workload: RATES)
     workload = Workload(num_layers=2)
     trained = create("zero-offload", {})
-    seconds = predicted(trained, workload, trained.plan(workload, Room()), RATES).seconds
+    seconds = predict_step(trained, workload, trained.plan(workload, Room()), RATES).seconds
     facts = {name: machine.compared_facts()[name] for name in ("cpu", "cores", "gpu")}
 
     def run(ratio: float, verdict: str = "exact") -> Record:
@@ -348,7 +348,7 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
         )
 
     records = (run(1.1), run(1.1), run(1.5), run(9.0, "failed"))
-    errors = accuracy(records)["zero-offload"]
+    errors = method_accuracies(records)["zero-offload"]
     assert errors == pytest.approx((3, 0.1, 0.5))
     (row,) = Advice(this_place(Budget()), workload, records=records).decision(["zero-offload"]).rows
     assert row["measured_step_seconds"] == pytest.approx([1.1 * seconds, 1.1 * seconds, 1.5 * seconds])
@@ -356,8 +356,14 @@ def test_predictions_are_held_against_runs_that_trained(monkeypatch: pytest.Monk
 
 def test_an_error_is_that_of_the_machine_asked_about_of_other_methods_before_other_machines() -> None:
     accuracies = {"l2l": Accuracy(1, -0.3, -0.3), "resident": Accuracy(2, 2.0, 5.3)}
-    assert error_of("l2l", accuracies) == (-0.3, "its 1 run there took up to 30% less time than foretold")
-    assert error_of("zero-offload", accuracies).worst == 5.3 and error_of("zero-offload", {}).worst == 0.013
+    assert forecast_error("l2l", accuracies) == (
+        -0.3,
+        "its 1 run there took up to 30% less time than foretold",
+    )
+    assert (
+        forecast_error("zero-offload", accuracies).worst == 5.3
+        and forecast_error("zero-offload", {}).worst == 0.013
+    )
 
 
 def test_runs_of_this_machine_say_nothing_of_forecasts_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from harness.core.job import Room, Workload
 from harness.core.method import create, having
 from harness.core.rates import NEEDED_FACTS, Rates, rates_from_facts
 from harness.devices import named_machines
-from harness.plan.resources import least_seconds, predicted, shared
+from harness.plan.resources import least_seconds, predict_step, rank_rates
 
 LOAD = Workload(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, batch_size=4, vocab_size=512)
 BF16 = dataclasses.replace(LOAD, dtype="bf16")
@@ -78,7 +78,7 @@ def test_a_step_that_the_exchange_binds_takes_its_bytes_over_the_rate(
     trained = create(name, options)
     plan = trained.plan(workload, Room())
     assert sum(plan.exchanged.values()) == pytest.approx(sent, rel=1e-3)  # parts end in padding
-    forecast = predicted(trained, workload, plan, SLOW, options["world_size"])
+    forecast = predict_step(trained, workload, plan, SLOW, options["world_size"])
     assert (
         forecast.seconds == pytest.approx(sent / 1e3, rel=1e-3)
         and forecast.binds == "exchanges between ranks"
@@ -114,7 +114,7 @@ def test_one_rank_sends_nothing(name: str) -> None:
         plans = [trained.plan(workload, Room(rates=rates)) for rates in (RATES, SLOW)]
         assert not any(sum(plan.exchanged.values()) for plan in plans)
         seconds = [
-            predicted(trained, workload, plan, rates)
+            predict_step(trained, workload, plan, rates)
             for plan, rates in zip(plans, (RATES, SLOW), strict=True)
         ]
         assert seconds[0] == seconds[1]
@@ -135,13 +135,13 @@ def test_gathers_that_hide_behind_compute_take_no_time_of_their_own() -> None:
     for factor, seconds in ((0.5, 1.0), (2.0, 2.0)):
         rates = dataclasses.replace(exact, exchange_bytes_per_second=gathers / (factor * compute))
         expected = seconds * compute + sums / rates.exchange_bytes_per_second
-        assert predicted(trained, LOAD, plan, rates, 2).seconds == pytest.approx(expected)
+        assert predict_step(trained, LOAD, plan, rates, 2).seconds == pytest.approx(expected)
 
 
 def test_ranks_on_a_cpu_share_its_exchange() -> None:
     on_host = dataclasses.replace(SLOW, is_host=True)
-    assert shared(on_host, 4).exchange_bytes_per_second == 1e3 / 4
-    assert shared(SLOW, 4).exchange_bytes_per_second == 1e3
+    assert rank_rates(on_host, 4).exchange_bytes_per_second == 1e3 / 4
+    assert rank_rates(SLOW, 4).exchange_bytes_per_second == 1e3
 
 
 def test_a_pipeline_s_messages_and_its_replicas_sums_take_the_link_s_time() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.core.method import create
-from harness.simulation.fake_streams import FakeStreams, Stream, watching
+from harness.simulation.fake_streams import FakeStreams, Stream, watch_streams
 from tests.support.bugs import COMMITTED, LOUD_BUGS, SILENT_BUGS, Bug, overflow, planted
 from tests.support.races import Race, VectorClock, find_races
 from tests.support.training import overflowing, tiny, train, train_resident
@@ -118,7 +118,7 @@ class TwoStreams(NamedTuple):
 @pytest.fixture
 def two() -> Iterator[TwoStreams]:
     clock = VectorClock()
-    with watching(clock) as streams:
+    with watch_streams(clock) as streams:
         yield TwoStreams(streams, streams.stream(), torch.zeros(8), clock.races)
 
 

@@ -16,10 +16,10 @@ import torch
 from bench import virtual
 from harness.core.job import Room, Workload
 from harness.core.method import create
-from harness.simulation.fake_streams import watching
+from harness.simulation.fake_streams import watch_streams
 from harness.simulation.virtual_clock import (
+    AgentSpans,
     DeviceLink,
-    Spans,
     VirtualMachine,
     VirtualRun,
     VirtualTime,
@@ -198,7 +198,7 @@ def on_device(num_bytes: int) -> torch.Tensor:
 
 
 def test_two_streams_run_side_by_side() -> None:
-    with watching(VirtualTime(VirtualMachine(device_bytes_per_second=1.0))) as streams:
+    with watch_streams(VirtualTime(VirtualMachine(device_bytes_per_second=1.0))) as streams:
         other = streams.stream()
         on_device(100).zero_()
         with streams.use(other):
@@ -207,7 +207,7 @@ def test_two_streams_run_side_by_side() -> None:
 
 
 def test_event_makes_the_second_stream_wait() -> None:
-    with watching(VirtualTime(VirtualMachine(device_bytes_per_second=1.0))) as streams:
+    with watch_streams(VirtualTime(VirtualMachine(device_bytes_per_second=1.0))) as streams:
         other = streams.stream()
         on_device(100).zero_()
         other.wait_event(streams.compute.record_event())
@@ -219,7 +219,9 @@ def test_event_makes_the_second_stream_wait() -> None:
 
 def test_launches_hold_up_a_stream_that_has_little_to_do() -> None:
     """Launched at 4, 8 and 12; each takes a second."""
-    with watching(VirtualTime(VirtualMachine(device_bytes_per_second=1.0, launch_seconds=4.0))) as streams:
+    with watch_streams(
+        VirtualTime(VirtualMachine(device_bytes_per_second=1.0, launch_seconds=4.0))
+    ) as streams:
         for _ in range(3):
             on_device(1).zero_()
         assert (streams.thread.now, streams.compute.now) == (12, 13)
@@ -227,7 +229,7 @@ def test_launches_hold_up_a_stream_that_has_little_to_do() -> None:
 
 @pytest.mark.parametrize(("non_blocking", "thread_seconds"), [(True, 0), (False, 12)])
 def test_copy_takes_latency_and_bytes_over_the_link(non_blocking: bool, thread_seconds: float) -> None:
-    with watching(
+    with watch_streams(
         VirtualTime(VirtualMachine(link_bytes_per_second=10.0, link_latency_seconds=2.0))
     ) as streams:
         on_device(100).to("cpu", non_blocking=non_blocking)
@@ -235,7 +237,7 @@ def test_copy_takes_latency_and_bytes_over_the_link(non_blocking: bool, thread_s
 
 
 def test_matrix_product_takes_its_flops() -> None:
-    with watching(VirtualTime(VirtualMachine(device_flops_per_second=10.0))) as streams:
+    with watch_streams(VirtualTime(VirtualMachine(device_flops_per_second=10.0))) as streams:
         torch.empty(3, 4) @ torch.empty(4, 5)
         assert streams.compute.now == 2 * 3 * 4 * 5 / 10
 
@@ -244,13 +246,13 @@ def test_matrix_product_takes_its_flops() -> None:
 def test_causal_attention_takes_half_its_two_products(is_causal: bool, share: float) -> None:
     batch, heads, tokens, head_size = 2, 3, 16, 8
     query = torch.randn(batch, heads, tokens, head_size)
-    with watching(VirtualTime(VirtualMachine(device_flops_per_second=1.0))) as streams:
+    with watch_streams(VirtualTime(VirtualMachine(device_flops_per_second=1.0))) as streams:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=is_causal)
         assert streams.compute.now == share * 2 * (2 * batch * heads * tokens * tokens * head_size)
 
 
 def test_third_task_of_two_threads_waits_for_the_first() -> None:
-    with watching(VirtualTime(VirtualMachine(host_bytes_per_second=1.0))) as streams:
+    with watch_streams(VirtualTime(VirtualMachine(host_bytes_per_second=1.0))) as streams:
         home, pool = on_device(10).to("cpu"), streams.pool(2)
         tasks = [pool.submit(home.zero_) for _ in range(3)]
         ends = []
@@ -293,11 +295,11 @@ def test_fp16_waits_no_longer_where_it_updates_ahead_of_the_norm(monkeypatch: py
 
 def test_the_update_that_is_needed_first_goes_first() -> None:
     """Two updates of ten seconds, the later deadline first: it is under way when the other lands at five."""
-    with watching(VirtualTime(VirtualMachine(host_bytes_per_second=1.0))) as streams:
+    with watch_streams(VirtualTime(VirtualMachine(host_bytes_per_second=1.0))) as streams:
         clock = streams.clock
         assert isinstance(clock, VirtualTime)
         workers, home, landing = (
-            VirtualWorkers(streams, clock, 1, Spans(streams)),
+            VirtualWorkers(streams, clock, 1, AgentSpans(streams)),
             on_device(10).to("cpu"),
             streams.stream(),
         )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from harness.core.data import token_batches
 from harness.core.job import Room, Workload
 from harness.core.method import Method, Trained, Training
-from harness.simulation.fake_streams import DEVICE, Agent, watching
+from harness.simulation.fake_streams import DEVICE, Agent, watch_streams
 from harness.simulation.watched_ops import Access, Memory, Op
 
 NUM_WORKERS = 64  # more than there are updates in a test: nothing but the code itself orders two of them
@@ -108,7 +108,7 @@ def find_races(method: Method, workload: Workload, steps: int = 3) -> list[Race]
         workload, token_batches(workload, steps), DEVICE
     )
     clock = VectorClock()
-    with watching(clock, NUM_WORKERS):
+    with watch_streams(clock, NUM_WORKERS):
         for state in finish(training).tensors:
             state.weight.clone()
             if state.exp_avg is not None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from harness.base.console import counted
 from harness.core.job import gib
-from harness.plan.resources import sum_sent
+from harness.plan.resources import all_reduce_sent_bytes
 from methods.pipeline.config.profile import GRADIENT_BYTES, GptCosts, Profile, read_profile
 from methods.pipeline.rank_map import RankMap
 from methods.pipeline.schedule import Pipeline, simulate_step_seconds
@@ -295,7 +295,7 @@ class AutoConfig:
             [(ring.num_bytes, ring.seconds) for ring in sums if ring.num_ranks == nearest_num_ranks],
             num_bytes,
         )
-        return seconds * sum_sent(1, num_ranks) / sum_sent(1, nearest_num_ranks)
+        return seconds * all_reduce_sent_bytes(1, num_ranks) / all_reduce_sent_bytes(1, nearest_num_ranks)
 
 
 def _sort_key(config: ConfigRow) -> tuple[float, int]:

@@ -38,7 +38,7 @@ from harness.devices.budgets import context_since
 from harness.devices.machine import facts, gpu_free_bytes
 from harness.devices.streams import Device
 from harness.models.gpt import DTYPES
-from harness.plan.resources import UPDATE_BYTES, sum_sent
+from harness.plan.resources import UPDATE_BYTES, all_reduce_sent_bytes
 from methods.offload import adamw_kernel
 from methods.offload.adamw import published_settings
 from methods.offload.clip import Clip
@@ -313,7 +313,7 @@ def measure_exchange(device_name: str) -> dict[str, float]:
         # Two new processes: torch numbers the groups of a process, and ranks with other numbers do not meet.
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
             seconds, _ = pool.map(sum_over_two, (meeting_path, meeting_path), (0, 1))
-    return {"exchange": 2 * sum_sent(SUMMED_BYTES, 2) / seconds}
+    return {"exchange": 2 * all_reduce_sent_bytes(SUMMED_BYTES, 2) / seconds}
 
 
 def sum_over_two(meeting_path: str, rank: int) -> float:

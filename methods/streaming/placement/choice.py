@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import largest_depth
-from harness.plan.resources import parts_sent
+from harness.plan.resources import gather_sent_bytes
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import shared_numel, writable_folder
 from methods.streaming.placement.placement import (
@@ -280,7 +280,7 @@ def one_layer_plan(
         refetched_bytes = rank_workload.weight_bytes * shared_numel(rank_workload.layer_params, num_ranks)
         exchanged_bytes = {
             **plan.exchanged,
-            "gathers": plan.exchanged["gathers"] + parts_sent(refetched_bytes, num_ranks),
+            "gathers": plan.exchanged["gathers"] + gather_sent_bytes(refetched_bytes, num_ranks),
         }
         options = {"world_size": num_ranks} | _homes_as_options(ends, activations)
         return replace(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from harness.base.console import counted
 from harness.core.job import Plan, Workload
-from harness.plan.resources import parts_sent, sum_sent
+from harness.plan.resources import all_reduce_sent_bytes, gather_sent_bytes
 from methods.shared.memory_needs import (
     CHUNK_NUMEL,
     NUM_BUFFERS,
@@ -430,10 +430,11 @@ class PlacedLayers:
         weight_bytes = self.workload.weight_bytes
         layer_bytes = weight_bytes * self.numel_at_home * self.num_ranks
         num_fetches = 2 * self.num_windowed_layers - self.num_windowed_slots
-        whole_sums_bytes = sum_sent(
+        whole_sums_bytes = all_reduce_sent_bytes(
             weight_bytes * (self.workload.end_params + self.params_of_kind["R"]), self.num_ranks
         )
         return {
-            "gathers": parts_sent(num_fetches * layer_bytes, self.num_ranks),
-            "sums": parts_sent(self.num_windowed_layers * layer_bytes, self.num_ranks) + whole_sums_bytes,
+            "gathers": gather_sent_bytes(num_fetches * layer_bytes, self.num_ranks),
+            "sums": gather_sent_bytes(self.num_windowed_layers * layer_bytes, self.num_ranks)
+            + whole_sums_bytes,
         }

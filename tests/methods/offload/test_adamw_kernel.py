@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.base.checkout import ROOT
 from harness.core.data import token_batches
 from harness.devices.streams import num_update_threads
-from harness.simulation.fake_streams import DEVICE, Agent, watching
+from harness.simulation.fake_streams import DEVICE, Agent, watch_streams
 from harness.simulation.watched_ops import Op
 from methods.offload import adamw_kernel
 from methods.offload.adamw import AdamStep, Piece, published_settings, split_into_runs, update
@@ -333,7 +333,7 @@ def test_a_layer_is_updated_by_one_call_on_all_cores(
     """Whatever its size: 12 tensors, of which the largest have parts for several threads."""
     workload = tiny(num_layers=3, hidden_size=258, dtype=dtype, clip_norm=clip_norm)
     clock = HostUpdates()
-    with watching(clock):
+    with watch_streams(clock):
         finish(settled(method, options, workload).train(workload, token_batches(workload, 2), DEVICE))
     assert clock.num_threads == [num_update_threads("cpu")] * 2 * 3
 
@@ -363,7 +363,7 @@ def test_a_streamed_layers_update_is_one_pass_of_at_most_48_bytes_a_parameter(
 ) -> None:
     workload = tiny(num_layers=3, hidden_size=258, dtype=dtype, clip_norm=clip_norm)
     clock = StreamedUpdates()
-    with watching(clock):
+    with watch_streams(clock):
         method = settled("stronghold", {"placement": "S3", "window_size": 1}, workload)
         finish(method.train(workload, token_batches(workload, 2), DEVICE))
     assert clock.names == {"adamw", "copy_"}

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.core.job import GIB
 from harness.devices import cuda_budget, sim
-from harness.simulation.fake_streams import DEVICE, watching
+from harness.simulation.fake_streams import DEVICE, watch_streams
 from methods.l2l import L2LTrainer
 from methods.stronghold import StrongholdTrainer
 from tests.methods.streaming.users.models import (
@@ -450,7 +450,7 @@ def races(**options: Any) -> list[Race]:
     from methods.stronghold import StrongholdTrainer  # as loaded now
 
     clock, make = VectorClock(), functools.partial(StrongholdTrainer, accumulates=True, **options)
-    with watching(clock, NUM_WORKERS):
+    with watch_streams(clock, NUM_WORKERS):
         streamed("llama", make, parts=3, steps=2, device=DEVICE)
     return clock.races
 
