@@ -20,7 +20,15 @@ from pathlib import Path
 import click
 
 from bench.judge_launch import Verdict, judge_folder
-from cases._morphs import CAUSES, CHECKPOINT_EVERY, Change, Played, Schedule, play, undisturbed
+from cases._morphs import (
+    CAUSES,
+    CHECKPOINT_EVERY,
+    Change,
+    MorphedJob,
+    Schedule,
+    run_morphing_job,
+    run_undisturbed_job,
+)
 from methods.pipeline.launch.folder import read_lines
 
 MOST_MACHINES = 4
@@ -59,18 +67,18 @@ def main(schedules: int, first: int, steps: int) -> None:
     seconds: dict[str, list[float]] = {by: [] for by in CAUSES}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        alone = undisturbed(folder / "alone", steps)
+        alone = run_undisturbed_job(folder / "alone", steps)
         for seed in range(first, first + schedules):
             schedule, mine, began = random_schedule(seed, steps), folder / str(seed), time.monotonic()
-            played = Played(0, {}, "")
+            job = MorphedJob(0, {}, "")
             try:
-                played = play(mine, schedule, steps)
+                job = run_morphing_job(mine, schedule, steps)
                 verdict = judge_folder(mine / "job", alone, CHECKPOINT_EVERY)
-                if played.code:
-                    verdict = Verdict("exit-code", f"exit code {played.code}:\n{played.output}")
+                if job.exit_code:
+                    verdict = Verdict("exit-code", f"exit code {job.exit_code}:\n{job.output}")
             except TimeoutError as error:
                 verdict = Verdict("timeout", str(error))
-            for by, morph_seconds in played.seconds.items():
+            for by, morph_seconds in job.pause_seconds.items():
                 seconds[by] += morph_seconds
             failed += not verdict.passed
             lost = len(read_lines(mine / "job" / "lost_steps.jsonl"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 
-from cases._optimum import INSTANCES, SIZES, WHOLE, chain, ratios
+from cases._optimum import INSTANCES, SIZES, WHOLE, chain, ratios_to_optimum
 from methods.sharding.scheduler import POLICIES, lower_bound, simulate_policy
 
 DEVICES = (1, 2, 4, 8, 16, 100, 1000)
@@ -22,7 +22,9 @@ def table() -> None:
     print(f"ratio to the proved optimum, mean / largest of {INSTANCES} instances")
     print(f"{'devices, models':18}" + "".join(f"{name:>16}" for name in (*POLICIES, WHOLE)))
     for size in SIZES:
-        cells = (f"{statistics.mean(each):.3f} / {max(each):.3f}" for each in ratios(*size).values())
+        cells = (
+            f"{statistics.mean(each):.3f} / {max(each):.3f}" for each in ratios_to_optimum(*size).values()
+        )
         print(f"{'{}, {}'.format(*size):18}" + "".join(f"{cell:>16}" for cell in cells))
 
 

@@ -35,7 +35,7 @@ def instance(seed: int, num_models: int) -> list[list[int]]:
 
 
 @functools.cache
-def ratios(num_devices: int, num_models: int) -> dict[str, list[float]]:
+def ratios_to_optimum(num_devices: int, num_models: int) -> dict[str, list[float]]:
     """Return ratios of makespan to optimum, by scheduling rule, and under WHOLE for models that are placed whole. There
     is one ratio for each instance whose optimum was proved within the limit of optimum().
     """

@@ -20,9 +20,9 @@ def script(name: str, release: str | None = None) -> str:
     unknown row, for a row without a script, and for a text that is no version."""
     import jinja2
 
-    scripted = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
-    if name not in scripted:
-        raise ValueError(f"--script: expected a setting of {', '.join(scripted)}, got {name!r}")
+    scripted_names = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
+    if name not in scripted_names:
+        raise ValueError(f"--script: expected a setting of {', '.join(scripted_names)}, got {name!r}")
     engine = ENGINES[ROWS[name].engine]
     if not (release := release or engine.installed):
         raise ValueError(
@@ -36,10 +36,10 @@ def script(name: str, release: str | None = None) -> str:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    return environment.get_template(engine.script).render(_settings(name), name=name, release=release)
+    return environment.get_template(engine.script).render(_script_settings(name), name=name, release=release)
 
 
-def _settings(name: str) -> dict[str, Any]:
+def _script_settings(name: str) -> dict[str, Any]:
     """Return what a script of DeepSpeed differs in: the configuration with which the cell's run trains, and how its
     loop calls the engine."""
     from methods.engines.deepspeed import engine_config

@@ -26,11 +26,9 @@ class LargestModel(Case):
     picks = True
 
     def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        return (
-            [case_profile.probe(*size) for size in PUBLISHED_DEPTHS.items()]
-            if case_profile.kind == "paper"
-            else []
-        )
+        if case_profile.kind != "paper":
+            return []
+        return [case_profile.probe(name, depth) for name, depth in PUBLISHED_DEPTHS.items()]
 
     def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return up to two rows per method: the largest size that trained, then the smallest size above it that
@@ -38,8 +36,9 @@ class LargestModel(Case):
         rows = []
         for name in self.methods:
             is_final = searches.is_searched(name, records)
-            size_rows = (row_of(self.metric, part) for part in searches.largest(name, records) if part)
-            rows += [replace(row, is_final=is_final) for row in size_rows]
+            for repeats in searches.largest_and_failed(name, records):
+                if repeats:
+                    rows.append(replace(row_of(self.metric, repeats), is_final=is_final))
         return rows
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:

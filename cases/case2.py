@@ -19,16 +19,16 @@ from papers.figures.point import FigureRow, row_of
 from papers.figures.profile import CaseProfile
 
 BASELINES = ("megatron-lm", "l2l", "zero-offload", "zero-infinity")  # in the figure's order
-OURS = "stronghold"
+STRONGHOLD = "stronghold"
 # as published: all layers windowed, no early updates
-STREAMED = {"resident_layers": 0, "clipping": "deferred"}
+STREAMED_OPTIONS = {"resident_layers": 0, "clipping": "deferred"}
 
 
 class SpeedAtLargestSizes(Case):
     metric = "samples_per_second"
-    methods = (*BASELINES, OURS)
+    methods = (*BASELINES, STRONGHOLD)
     searches = BASELINES
-    look: ClassVar = {"series": {"Baselines": BASELINES[0], "": OURS}}
+    look: ClassVar = {"series": {"Baselines": BASELINES[0], "": STRONGHOLD}}
     picks = True
 
     def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
@@ -36,17 +36,17 @@ class SpeedAtLargestSizes(Case):
         baselines = [case_profile.job(name, depth) for name, depth in depth_by_method.items()]
         depths = sorted(set(depth_by_method.values()))
         return baselines + [
-            case_profile.job(OURS, depth, window_size=case_profile.window_at(depth), **STREAMED)
+            case_profile.job(STRONGHOLD, depth, window_size=case_profile.window_at(depth), **STREAMED_OPTIONS)
             for depth in depths
         ]
 
     def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return the rows of the baselines, then the rows of STRONGHOLD at the baselines' depths."""
-        rows = points.points(
+        rows = points.rows_of_jobs(
             self.metric, records, self.jobs(case_profile, searches.sizes(self.searches, records))
         )
         for name in BASELINES:
-            largest, _ = searches.largest(name, records)
+            largest, _ = searches.largest_and_failed(name, records)
             if largest and not any(row.method == name for row in rows):
                 # no run of this baseline passed the gate
                 rows.append(row_of(self.metric, largest))
@@ -59,7 +59,7 @@ class SpeedAtLargestSizes(Case):
         for name in BASELINES:
             baseline_rows = [row for row in rows if row.method == name]
             depths = sorted({row.num_layers for row in baseline_rows})
-            stronghold_rows = [row for row in rows if row.method == OURS and row.num_layers in depths]
+            stronghold_rows = [row for row in rows if row.method == STRONGHOLD and row.num_layers in depths]
             size = f"\n{' and '.join(map(str, depths))} layers" if depths else ""
             groups.append((f"{method.load(name).label}{size}", [baseline_rows, stronghold_rows]))
         plot.bars(axes, groups)
@@ -80,4 +80,4 @@ class SpeedAtLargestSizes(Case):
             ]
             picked += sorted(trained, key=lambda row: (row.valid, row.num_layers))[-1:]
         depths = {row.num_layers for row in picked}
-        return picked + [row for row in rows if row.method == OURS and row.num_layers in depths]
+        return picked + [row for row in rows if row.method == STRONGHOLD and row.num_layers in depths]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cases.case1 import LargestModel
-from cases.case2 import STREAMED
+from cases.case2 import STREAMED_OPTIONS
 from harness.core.job import Job
 from papers.figures.case import Case
 from papers.figures.point import FigureRow
@@ -23,7 +23,7 @@ class SpeedAtOneSize(Case):
 
     def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = case_profile.depth(PUBLISHED_DEPTH)
-        streamed = {"window_size": case_profile.window_at(depth), **STREAMED}
+        streamed = {"window_size": case_profile.window_at(depth), **STREAMED_OPTIONS}
         return [
             case_profile.job(name, depth, **(streamed if name == WINDOWED else {})) for name in self.methods
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from cases.case2 import STREAMED
+from cases.case2 import STREAMED_OPTIONS
 from harness.core import method
 from harness.core.job import Job
 from papers.figures import plot
@@ -16,9 +16,9 @@ from papers.figures.case import Case
 from papers.figures.point import FigureRow
 from papers.figures.profile import CaseProfile
 
-OURS = "stronghold"
+STRONGHOLD = "stronghold"
 PUBLISHED_DEPTHS = (16, 24, 32, 40, 48, 56, 64, 78, 92)
-RUNS = {
+DEPTHS = {
     "demo": (32, 47, 62, 92),
     "quick": (16, 32, 56, 92),
     "paper": PUBLISHED_DEPTHS,
@@ -28,18 +28,20 @@ RUNS = {
 
 class StepTimeByDepth(Case):
     metric = "step_seconds"
-    methods = (OURS,)
+    methods = (STRONGHOLD,)
     look: ClassVar = {"is_line": True}
     picks = True
     quick = methods
 
     def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        depths = dict.fromkeys(case_profile.depth(published) for published in RUNS[case_profile.kind])
+        depths = dict.fromkeys(case_profile.depth(published) for published in DEPTHS[case_profile.kind])
         window = case_profile.window_at(min(depths))
-        return [case_profile.job(OURS, depth, window_size=window, **STREAMED) for depth in depths]
+        return [
+            case_profile.job(STRONGHOLD, depth, window_size=window, **STREAMED_OPTIONS) for depth in depths
+        ]
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
-        plot.line(axes, [(row.num_layers, row) for row in rows], method.load(OURS).label)
+        plot.line(axes, [(row.num_layers, row) for row in rows], method.load(STRONGHOLD).label)
         axes.set_xlabel("Layers")
 
     def pick(self, rows: Sequence[FigureRow]) -> list[FigureRow]:

@@ -8,30 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cases.case2 import STREAMED
+from cases.case2 import STREAMED_OPTIONS
 from harness.core.job import Job
 from papers.figures import plot
 from papers.figures.case import Case
 from papers.figures.point import FigureRow
 from papers.figures.profile import CaseProfile
 
-OURS = "stronghold"
+STRONGHOLD = "stronghold"
 PUBLISHED_WINDOWS = (2, 4, 6, 8, 10, 12, 14, 15)
-RUNS = {"demo": (1, 2, 3, 4), "quick": (2, 4, 8, 15), "paper": PUBLISHED_WINDOWS, "fit": PUBLISHED_WINDOWS}
+WINDOWS = {"demo": (1, 2, 3, 4), "quick": (2, 4, 8, 15), "paper": PUBLISHED_WINDOWS, "fit": PUBLISHED_WINDOWS}
 PUBLISHED_DEPTH, DEMO_DEPTH = 32, 62  # depth on the published scale
 
 
 class StepTimeByWindow(Case):
     metric = "step_seconds"
-    methods = (OURS,)
+    methods = (STRONGHOLD,)
     axis = "window_size"
     picks = True
     quick = methods
 
     def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
         depth = case_profile.depth(DEMO_DEPTH if case_profile.kind == "demo" else PUBLISHED_DEPTH)
-        windows = [window for window in RUNS[case_profile.kind] if window <= depth]
-        return [case_profile.job(OURS, depth, window_size=window, **STREAMED) for window in windows]
+        windows = [window for window in WINDOWS[case_profile.kind] if window <= depth]
+        return [
+            case_profile.job(STRONGHOLD, depth, window_size=window, **STREAMED_OPTIONS) for window in windows
+        ]
 
     def draw(self, axes: plot.Axes, rows: list[FigureRow]) -> None:
         plot.bars(axes, [(str(row.window_size), [[row]]) for row in rows])

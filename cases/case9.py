@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cases.case2 import STREAMED
+from cases.case2 import STREAMED_OPTIONS
 from harness.core import method
 from harness.core.job import Job
 from harness.core.record import Record
@@ -19,9 +19,18 @@ from papers.figures.case import Case
 from papers.figures.point import FigureRow
 from papers.figures.profile import CaseProfile
 
-OURS = "stronghold"
+STRONGHOLD = "stronghold"
 # Methods that train as the reference does, on one device, without a disk.
-METHODS = ("resident", "l2l", OURS, "hydra", "megatron-lm", "zero-offload", "zero-infinity", "fsdp2-offload")
+METHODS = (
+    "resident",
+    "l2l",
+    STRONGHOLD,
+    "hydra",
+    "megatron-lm",
+    "zero-offload",
+    "zero-infinity",
+    "fsdp2-offload",
+)
 BATCHES = {"demo": (1, 4, 16)}
 FULL_BATCHES = (1, 2, 4, 8, 16, 32)
 PUBLISHED_DEPTH = 32
@@ -46,7 +55,7 @@ class SpeedByTokens(Case):
         """Return a job for each method and batch size. STRONGHOLD has no resident layer here, because resident layers
         have no copies to hide."""
         depth = case_profile.depth(PUBLISHED_DEPTH)
-        options = {OURS: {"window_size": case_profile.window_at(depth), **STREAMED}}
+        options = {STRONGHOLD: {"window_size": case_profile.window_at(depth), **STREAMED_OPTIONS}}
         return [
             profile.job(name, depth, **options.get(name, {}))
             for name in self.methods
@@ -57,7 +66,7 @@ class SpeedByTokens(Case):
         return [
             replace(row, x=float(job.workload.batch_size * job.workload.seq_len))
             for job in self.jobs(case_profile, {})
-            for row in points.points(self.metric, records, [job])
+            for row in points.rows_of_jobs(self.metric, records, [job])
         ]
 
     def figure(self, rows: Sequence[FigureRow], note: str) -> plot.Figure:
@@ -79,10 +88,10 @@ class SpeedByTokens(Case):
     def _panel(self, axes: plot.Axes, rows: Sequence[FigureRow], name: str) -> None:
         axes.set_xscale("log", base=2)
         plot.title(axes, method.load(name).label)
-        known = [
+        reference_points = [
             (row.x or 0.0, row.value or 0.0) for row in rows if row.method == method.reference() and row.value
         ]
-        if known:
-            axes.plot(*zip(*known, strict=True), ":", color=plot.EDGE, linewidth=0.8)
+        if reference_points:
+            axes.plot(*zip(*reference_points, strict=True), ":", color=plot.EDGE, linewidth=0.8)
         plot.line(axes, [(row.x or 0.0, row) for row in rows if row.method == name], "")
         axes.minorticks_off()

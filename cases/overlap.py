@@ -5,7 +5,7 @@ A timeline shows the device's compute, the copies in and out, and the host's upd
 which share of the step copies and updates are hidden (they run while the device computes), and in which share they are
 exposed (the device waits). The first timeline is a trace of a real run; the virtual timelines run the same code on
 simulated machines (harness/simulation) and measure nothing. This figure is in no paper, and `case all` leaves it out.
-collect() runs the jobs, writes the table and draws; reports call the same functions.
+make_timelines() runs the jobs, writes the table and draws; reports call the same functions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.base.child_process import ask
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.core import method
 from harness.core.record import Record, records_of
 from harness.jobs.sweep import Sweep
@@ -26,7 +27,7 @@ from harness.plan.fit import resolve
 from harness.run.timeline import KINDS, TRACKS, Share, Span, Timeline, read_timeline, share
 from papers.figures import case_files, plot
 from papers.figures.point import machine_of
-from papers.figures.profile import CaseProfile, call
+from papers.figures.profile import CaseProfile, profile_command
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
 NAME = "overlap"
 METHODS = ("stronghold",)
 PUBLISHED_DEPTH = 92  # depth of the measured run
-# number of layers under the virtual clock, by profile
-RUNS = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}
+# number of layers under the virtual clock, by kind of profile
+NUM_LAYERS_OF_PROFILE = {"demo": 48, "quick": 78, "paper": 78, "fit": 78}
 MACHINES = ("v100-vm", "h200", "rtx4090")
 CLIPPING = "deferred"
-COLORS = {
+SPAN_COLORS = {
     "forward": "#8FB8DE",
     "backward": "#2F6DB0",
     "loss": "#6E6E6E",
@@ -51,9 +52,9 @@ COLORS = {
     "read": "#B58B6A",
     "write": "#7A4E2D",
 }
-BUSY = {"compute": "#2F6DB0", "copies": "#57A773", "updates": "#8E5BD0", "disk": "#B58B6A"}
-EXPOSED: Any = {"facecolor": "white", "edgecolor": plot.CROSS, "hatch": "////"}
-LANES = {
+WORK_COLORS = {"compute": "#2F6DB0", "copies": "#57A773", "updates": "#8E5BD0", "disk": "#B58B6A"}
+EXPOSED_LOOK: Any = {"facecolor": "white", "edgecolor": plot.CROSS, "hatch": "////"}
+LANE_NAMES = {
     "inbound": "copies in",
     "outbound": "copies out",
     "update": "host update",
@@ -80,15 +81,15 @@ class StepTimeline(NamedTuple):
         if self.record is None:
             return str(self.timeline.about["title"])
         job = self.record.job
-        placed = f"{job.options['placement']}, clipping {job.options['clipping']}"
-        return f"{job.method}, {counted(job.workload.num_layers, 'layer')}, {placed}"
+        options = f"{job.options['placement']}, clipping {job.options['clipping']}"
+        return f"{job.method}, {counted(job.workload.num_layers, 'layer')}, {options}"
 
     @property
     def share(self) -> Share:
         return share(self.timeline.spans, self.step)
 
 
-def run(case_profile: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]) -> list[Record]:
+def run_jobs(case_profile: CaseProfile, results: Path, report: Callable[[JsonObject], None]) -> list[Record]:
     """Run the traced job, unless it has a record, and return the records. Make the virtual timelines that are missing
     or were made by older code."""
     folder = results / "traces"
@@ -97,17 +98,17 @@ def run(case_profile: CaseProfile, results: Path, report: Callable[[dict[str, An
     trace = str((folder / f"overlap_{case_profile.name}.json").resolve())
     planned = planned._replace(job=dataclasses.replace(planned.job, trace=trace))
     finished = Sweep(results, report=report).run([planned])
-    missing = [name for name in MACHINES if not _is_current(_virtual(folder, case_profile.name, name))]
+    missing = [name for name in MACHINES if not _is_current(_virtual_path(folder, case_profile.name, name))]
     if missing:
         report(
             {
                 "event": "build",
-                "text": f"virtual time: {', '.join(missing)}, {RUNS[case_profile.kind]} layers",
+                "text": f"virtual time: {', '.join(missing)}, {NUM_LAYERS_OF_PROFILE[case_profile.kind]} layers",
             }
         )
         arguments = {
             "machines": missing,
-            "num_layers": RUNS[case_profile.kind],
+            "num_layers": NUM_LAYERS_OF_PROFILE[case_profile.kind],
             "clipping": CLIPPING,
             "folder": str(folder),
         }
@@ -118,8 +119,8 @@ def run(case_profile: CaseProfile, results: Path, report: Callable[[dict[str, An
     return finished
 
 
-def _virtual(folder: Path, profile: str, name: str) -> Path:
-    return folder / f"virtual_{name}_{RUNS[profile.split('_')[0]]}_{CLIPPING}.json"
+def _virtual_path(folder: Path, profile: str, name: str) -> Path:
+    return folder / f"virtual_{name}_{NUM_LAYERS_OF_PROFILE[profile.split('_')[0]]}_{CLIPPING}.json"
 
 
 def _is_current(path: Path) -> bool:
@@ -129,30 +130,34 @@ def _is_current(path: Path) -> bool:
         return False
 
 
-def profiles(records: Sequence[Record]) -> list[str]:
+def traced_profiles(records: Sequence[Record]) -> list[str]:
     """Return the names of the profiles whose records have traces."""
-    names = (re.fullmatch(r"overlap_(.+)\.json", Path(record.job.trace or "").name) for record in records)
-    return list(dict.fromkeys(match[1] for match in names if match and match[1].split("_")[0] in RUNS))
+    names: dict[str, None] = {}
+    for record in records:
+        match = re.fullmatch(r"overlap_(.+)\.json", Path(record.job.trace or "").name)
+        if match and match[1].split("_")[0] in NUM_LAYERS_OF_PROFILE:
+            names[match[1]] = None
+    return list(names)
 
 
-def shown(profile: str, results: Path, records: Sequence[Record]) -> list[StepTimeline]:
+def timelines_shown(profile: str, results: Path, records: Sequence[Record]) -> list[StepTimeline]:
     """Return the measured timeline, then the virtual timelines. Raises ValueError if there is no measured timeline."""
-    traced = results / "traces" / f"overlap_{profile}.json"
+    trace_path = results / "traces" / f"overlap_{profile}.json"
     runs = [
         record
         for record in records
-        if Path(record.job.trace or "").name == traced.name and record.status == "ok"
+        if Path(record.job.trace or "").name == trace_path.name and record.status == "ok"
     ]
-    if not runs or not traced.exists():
+    if not runs or not trace_path.exists():
         raise ValueError(
-            f"expected a trace of profile {profile} in {results}, got none; try {call(NAME, profile)}"
+            f"expected a trace of profile {profile} in {results}, got none; try {profile_command(NAME, profile)}"
         )
-    paths = [_virtual(results / "traces", profile, name) for name in MACHINES]
+    paths = [_virtual_path(results / "traces", profile, name) for name in MACHINES]
     simulated = [StepTimeline(read_timeline(path), None) for path in paths if path.exists()]
-    return [StepTimeline(read_timeline(traced), runs[-1]), *simulated]
+    return [StepTimeline(read_timeline(trace_path), runs[-1]), *simulated]
 
 
-def table(timelines: Sequence[StepTimeline]) -> DataFrame:
+def timeline_table(timelines: Sequence[StepTimeline]) -> DataFrame:
     """Return a table with a row for each timeline: the seconds of one step, and of each kind of work in it, as text."""
     import pandas
 
@@ -177,18 +182,18 @@ def table(timelines: Sequence[StepTimeline]) -> DataFrame:
     return frame
 
 
-def extract(timelines: Sequence[StepTimeline], profile: str, out: Path) -> Path:
+def write_timeline_table(timelines: Sequence[StepTimeline], profile: str, out: Path) -> Path:
     path = out / f"overlap_{profile}.csv"
     out.mkdir(parents=True, exist_ok=True)
-    case_files.write_table(table(timelines), path)
+    case_files.write_table(timeline_table(timelines), path)
     return path
 
 
-def draw(timelines: Sequence[StepTimeline], profile: str, out: Path) -> list[Path]:
-    return plot.save(figure(timelines, f"profile {profile}"), out / f"overlap_{profile}")
+def draw_timelines(timelines: Sequence[StepTimeline], profile: str, out: Path) -> list[Path]:
+    return plot.save(timeline_figure(timelines, f"profile {profile}"), out / f"overlap_{profile}")
 
 
-def figure(timelines: Sequence[StepTimeline], note: str) -> plot.Figure:
+def timeline_figure(timelines: Sequence[StepTimeline], note: str) -> plot.Figure:
     """Draw one row per timeline: one step on the left, and on the right bars for the shares of the step."""
     from matplotlib.patches import Patch
 
@@ -197,12 +202,12 @@ def figure(timelines: Sequence[StepTimeline], note: str) -> plot.Figure:
         rows = drawing.subplots(len(timelines), 2, squeeze=False, gridspec_kw={"width_ratios": (3.4, 1)})
         works: set[str] = set()
         for step_timeline, (left, right) in zip(timelines, rows, strict=True):
-            works |= _lanes(left, step_timeline)
-            _shares(right, step_timeline.share)
+            works |= _draw_lanes(left, step_timeline)
+            _draw_shares(right, step_timeline.share)
         rows[-1][0].set_xlabel("milliseconds since the start of the step")
         rows[-1][1].set_xlabel("% of the step")
-        keys = [Patch(color=color, label=work) for work, color in COLORS.items() if work in works]
-        keys.append(Patch(label="exposed", **EXPOSED))
+        keys = [Patch(color=color, label=work) for work, color in SPAN_COLORS.items() if work in works]
+        keys.append(Patch(label="exposed", **EXPOSED_LOOK))
         drawing.legend(
             handles=keys, loc="upper right", ncols=len(keys), bbox_to_anchor=(0.995, 1.0), columnspacing=1.2
         )
@@ -218,7 +223,7 @@ def figure(timelines: Sequence[StepTimeline], note: str) -> plot.Figure:
     return drawing
 
 
-def _lanes(axes: plot.Axes, step_timeline: StepTimeline) -> set[str]:
+def _draw_lanes(axes: plot.Axes, step_timeline: StepTimeline) -> set[str]:
     """Draw the step with a lane for each stream and thread; return the kinds of work that were drawn."""
     step, spans = step_timeline.step, step_timeline.timeline.spans
     inside = [span for span in spans if span.end > step.start and span.start < step.end]
@@ -229,10 +234,10 @@ def _lanes(axes: plot.Axes, step_timeline: StepTimeline) -> set[str]:
         for span in (span for span in inside if span.track == lane):
             start, end = max(span.start, step.start), min(span.end, step.end)
             interval = (1000 * (start - step.start), 1000 * (end - start))
-            axes.broken_barh([interval], (height - 0.4, 0.8), facecolor=COLORS.get(span.work, plot.EDGE))
+            axes.broken_barh([interval], (height - 0.4, 0.8), facecolor=SPAN_COLORS.get(span.work, plot.EDGE))
     names = (lane.partition(" ") for lane in reversed(lanes))
     axes.set_yticks(
-        range(len(lanes)), [f"{LANES.get(kind, kind)} {number}".strip() for kind, _, number in names]
+        range(len(lanes)), [f"{LANE_NAMES.get(kind, kind)} {number}".strip() for kind, _, number in names]
     )
     milliseconds = 1000 * (step.end - step.start)
     axes.set(xlim=(0, milliseconds), ylim=(-0.6, len(lanes) - 0.4))
@@ -243,16 +248,16 @@ def _lanes(axes: plot.Axes, step_timeline: StepTimeline) -> set[str]:
     return {span.work for span in inside}
 
 
-def _shares(axes: plot.Axes, of: Share) -> None:
+def _draw_shares(axes: plot.Axes, shares: Share) -> None:
     """Draw bars in percent of the step's time: one bar for compute, and one bar for each other kind of work, which
     shows the work's hidden and exposed parts."""
-    names = [*(kind for kind in reversed(KINDS) if of.hidden[kind] + of.exposed[kind] > 0), "compute"]
+    names = [*(kind for kind in reversed(KINDS) if shares.hidden[kind] + shares.exposed[kind] > 0), "compute"]
     for height, name in enumerate(names):
-        hidden = 100 * of.hidden.get(name, of.compute) / of.step
-        exposed = 100 * of.exposed.get(name, 0.0) / of.step
-        axes.barh(height, hidden, 0.62, color=BUSY[name])
+        hidden = 100 * shares.hidden.get(name, shares.compute) / shares.step
+        exposed = 100 * shares.exposed.get(name, 0.0) / shares.step
+        axes.barh(height, hidden, 0.62, color=WORK_COLORS[name])
         if exposed >= 0.5:
-            axes.barh(height, exposed, 0.62, left=hidden, linewidth=0.6, **EXPOSED)
+            axes.barh(height, exposed, 0.62, left=hidden, linewidth=0.6, **EXPOSED_LOOK)
         text = f"{hidden:.0f}" if name == "compute" else f"{hidden:.0f} + {exposed:.0f}"
         axes.text(hidden + exposed + 2, height, text, fontsize=5.8, va="center", color=plot.EDGE)
     axes.set_yticks(range(len(names)), names)
@@ -276,21 +281,21 @@ def _caption(timelines: Sequence[StepTimeline], note: str) -> str:
     return plot.wrapped(texts)
 
 
-def collect(
+def make_timelines(
     case_profile: CaseProfile,
     results: Path,
     out: Path,
     only: str | None,
-    report: Callable[[dict[str, Any]], None],
+    report: Callable[[JsonObject], None],
 ) -> list[Record]:
     """Run the jobs, write the table and draw the figure; return the records. If `only` is "extract", write and print
     the table alone. If `only` is "draw", write the table and draw. In both cases no job runs; None: do all."""
-    finished = [] if only else run(case_profile, results, report)
-    timelines = shown(case_profile.name, results, records_of(results))
-    path = extract(timelines, case_profile.name, out)
+    finished = [] if only else run_jobs(case_profile, results, report)
+    timelines = timelines_shown(case_profile.name, results, records_of(results))
+    path = write_timeline_table(timelines, case_profile.name, out)
     if only == "extract":
         print(path.read_text(), end="")
         return finished
-    figures = draw(timelines, case_profile.name, out)
+    figures = draw_timelines(timelines, case_profile.name, out)
     print(f"case overlap: {', '.join(map(str, [path, *figures]))}")
     return finished

@@ -36,7 +36,7 @@ def is_asked_for() -> bool:
     return VARIABLE in os.environ
 
 
-def answer(door: click.Command) -> None:
+def print_completions(door: click.Command) -> None:
     """Print the possible completions of the word that the user has begun. `door`: the command whose verbs and options
     are proposed."""
     shell = os.environ[VARIABLE].removesuffix("_complete")

@@ -21,8 +21,7 @@ from harness.jobs.progress import reporter
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, resolve
 from harness.run.prepare import prepare
-from papers.claims.campaign import RunChoice
-from papers.claims.collect import CaseOutput, make
+from papers.claims.campaign import CaseOutput, RunChoice, make_figures
 from papers.figures import case
 from papers.figures.profile import CaseProfile
 from papers.report import page
@@ -64,7 +63,9 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
     The gate probes only methods that are declared bit-exact, because the probe of any other method takes minutes.
     """
     started = time.monotonic()
-    quick = {number: case.load(number).quick for number in case.numbers() if case.load(number).quick}
+    quick = {
+        number: case.load_case(number).quick for number in case.numbers() if case.load_case(number).quick
+    }
     names = list(dict.fromkeys(chain.from_iterable(quick.values()))) if is_quick else method.names()
     reasons_to_leave_out = left_out(names, case.profile_of("demo", None).device)
     for name, why in reasons_to_leave_out.items():
@@ -80,8 +81,8 @@ def show(results: Path, as_json: bool, is_quick: bool = False) -> list[Record]:
             finished += Sweep(results, report=tell, probe=probed).run([planned])
     numbers = list(quick) if is_quick else case.numbers_of_all()
     output, choice = CaseOutput(results, results / "figures"), RunChoice(names, probe=NONE)
-    finished += make(numbers, profile, output, choice, as_json)
-    index, review = page.write(results)
+    finished += make_figures(numbers, profile, output, choice, as_json)
+    index, review = page.write_report(results)
     minutes = (time.monotonic() - started) / 60
     if as_json:
         print(json.dumps({"event": "demo", "minutes": minutes, "report": str(index), "review": str(review)}))

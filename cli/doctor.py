@@ -1,9 +1,11 @@
-"""The verb `doctor`: prints what this machine has, and what each method still needs; with --calibrate, it measures the
-machine's rates."""
+"""The verbs `doctor` and `rates`. `doctor` prints what this machine has, and what each method still needs; with
+--calibrate, it measures the machine's rates. `rates` prints them as an entry of machines.yaml."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import shutil
 import sys
 import time
@@ -17,12 +19,17 @@ from cli.exit_codes import UNAVAILABLE
 from cli.options import check_writable
 from harness.base.child_process import ask
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.core import method, native_build
-from harness.core.job import Job, Workload, gib
-from harness.devices import machine, sim
+from harness.core.job import Budget, Job, Workload, gib
+from harness.core.rates import facts_of
+from harness.devices import cuda_budget, machine, sim
 from harness.devices.device_lock import turn
+from harness.devices.named_machines import plain
+from harness.plan.training_place import this_place
 
 GB = 1e9
+MIB = 2**20
 
 
 @click.command()
@@ -43,22 +50,23 @@ GB = 1e9
 def doctor(calibrate: bool, device: str, results: Path, **sizes: Any) -> None:
     """Show what this machine has, what is missing, and the command that installs it. Free space is that of the disk of
     --results. Exit code 7: no method can run."""
-    chosen = machine.devices()[0] if device == "auto" else device
-    if chosen not in machine.devices():
-        raise ValueError(f"--device: expected auto or {machine.devices()[0]} on this machine, got {chosen}")
+    if device == "auto":
+        device = machine.devices()[0]
+    if device not in machine.devices():
+        raise ValueError(f"--device: expected auto or {machine.devices()[0]} on this machine, got {device}")
     workload = Workload(**sizes)
-    for name, text in (*hardware(results), *software(), *methods(chosen)):
+    for name, text in (*hardware_facts(results), *software_facts(), *method_states(device)):
         print(f"{name:20}{text}")
     if calibrate:
-        measure(workload, chosen, results)
+        measure_rates(workload, device, results)
     calibrations = [calibration_text(entry) for entry in machine.calibrations()]
     for text in calibrations or ["none of this machine: ./run.sh doctor --calibrate"]:
         print(f"{'calibration':20}{text}")
-    if all(method.create(name, {}).missing(chosen) for name in method.names()):
+    if all(method.create(name, {}).missing(device) for name in method.names()):
         sys.exit(UNAVAILABLE)
 
 
-def hardware(results: Path) -> list[tuple[str, str]]:
+def hardware_facts(results: Path) -> list[tuple[str, str]]:
     facts = machine.facts()
     gpu = f"{facts['gpu']}, {gib(facts['gpu_bytes'])}, driver {facts['driver']}" if "gpu" in facts else "none"
     if "gpu" in facts and (reason := machine.cuda_refused()):
@@ -71,19 +79,21 @@ def hardware(results: Path) -> list[tuple[str, str]]:
     ]
 
 
-def software() -> list[tuple[str, str]]:
+def software_facts() -> list[tuple[str, str]]:
     versions = machine.software()
     compiler = native_build.find_compiler()
     engines = ", ".join(f"{name} {versions[name] or 'missing'}" for name in machine.PACKAGES)
-    ready = "compiled" if sim.is_built() else "not compiled yet: ./run.sh setup" if compiler else "needs g++"
+    sim_state = "not compiled yet: ./run.sh setup" if compiler else "needs g++"
+    if sim.is_built():
+        sim_state = "compiled"
     return [
         ("python, engines", f"{versions['python']}, {engines}"),
         ("compiler", compiler or "none: apt-get install g++"),
-        ("device sim", ready),
+        ("device sim", sim_state),
     ]
 
 
-def methods(device: str) -> list[tuple[str, str]]:
+def method_states(device: str) -> list[tuple[str, str]]:
     """Return pairs of a method's name and its state: ready, or what it still needs."""
     states = []
     for name in method.names():
@@ -95,7 +105,7 @@ def methods(device: str) -> list[tuple[str, str]]:
     return states
 
 
-def measure(workload: Workload, device: str, results: Path) -> None:
+def measure_rates(workload: Workload, device: str, results: Path) -> None:
     """Measure the device's rates (compute, copies, updates) in a separate process, while no job runs on the device, and
     save them."""
     for folder in (results, machine.CALIBRATION.parent):
@@ -112,7 +122,7 @@ def measure(workload: Workload, device: str, results: Path) -> None:
     machine.keep_calibration({**entry, **sizes, "date": day, "load_average": load, **measured})
 
 
-def calibration_text(entry: dict[str, Any]) -> str:
+def calibration_text(entry: JsonObject) -> str:
     """Return a calibration as text of several lines."""
     rates, measured = entry["rates"], entry["measured"]
     layer_tflops, head_tflops = (rates[f"{place}_flops_per_second"] / 1e12 for place in ("device", "head"))
@@ -142,3 +152,35 @@ def calibration_text(entry: dict[str, Any]) -> str:
             f"disk, GB/s: read {disk['read']}, write {disk['write']}, both at once {disk['both_ways']}",
         )
     )
+
+
+@click.command()
+@click.option("--name", metavar="NAME", help="Name of the entry; default: the GPU's name.")
+@click.option("-h", "hidden_size", type=int, default=2048, help="Hidden size of the layer that is timed.")
+@click.option("-b", "batch_size", type=int, default=4, help="Samples per step.")
+@options.num_heads
+@options.seq_len
+@options.results
+def rates(name: str | None, results: Path, **sizes: Any) -> None:
+    """Print this machine's GPU as an entry of machines.yaml, for --machines FILE on another machine. Rates that are not
+    known yet are measured, in under a minute."""
+    place = this_place(Budget())
+    if place.device != "cuda":
+        raise ValueError(
+            "expected a GPU, got none; for this CPU try ./run.sh doctor --calibrate, then ./run.sh advise"
+        )
+    workload = Workload(**sizes, dtype=place.dtype)
+    if machine.rates(place.device, workload) is None:
+        with contextlib.redirect_stdout(sys.stderr):  # only the entry goes to standard output
+            measure_rates(workload, place.device, results)
+    measured = machine.rates(place.device, workload)
+    assert measured
+    gpu = machine.gpu()
+    entry = {
+        "about": f"Measured there by ./run.sh rates: {place.about.removeprefix('this machine: ')}",
+        "device_memory": f"{(gpu['gpu_bytes'] - cuda_budget.context_bytes()) // MIB}MiB",
+        "host_memory": f"{machine.host_bytes() // MIB}MiB",
+        "facts": {"precision": workload.dtype, **facts_of(measured)},
+    }
+    # JSON is valid YAML, and quotes all text that needs quotes in YAML
+    print(f"{name or plain(gpu['gpu'])}: {json.dumps(entry)}")

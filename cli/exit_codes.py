@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from harness.core.record import Record
 
 if TYPE_CHECKING:
-    from papers.claims.baseline import Held
+    from papers.claims.baseline import BaselineComparison
 
 OK, CHECK_FAILED, USAGE, CRASH, MEMORY, GATE_FAILED, TIMEOUT, UNAVAILABLE, SLOWER = range(9)
 INTERRUPTED = 130
@@ -41,11 +41,11 @@ def of_records(records: Sequence[Record], is_sweep: bool) -> int:
     return min((codes & SERIOUS if several else codes) - {OK}, default=OK)
 
 
-def of_baseline(held: Sequence[Held], missing: Sequence[str]) -> int:
+def of_baseline(comparisons: Sequence[BaselineComparison], missing_points: Sequence[str]) -> int:
     """Return the exit code of `compare --baseline`. The worst finding decides: first a point that trains differently
     from the baseline, then a point that is missing or could not be compared, then a slower point."""
-    if any(one.trains_otherwise for one in held):
+    if any(comparison.trains_otherwise for comparison in comparisons):
         return GATE_FAILED
-    if missing or not held or not all(one.is_compared for one in held):
+    if missing_points or not comparisons or not all(comparison.is_compared for comparison in comparisons):
         return CHECK_FAILED
-    return SLOWER if any(one.is_slower for one in held) else OK
+    return SLOWER if any(comparison.is_slower for comparison in comparisons) else OK

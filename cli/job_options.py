@@ -1,4 +1,4 @@
-"""The options of a job, and the jobs that their values describe.
+"""The options of a job, and the jobs and the call that their values describe.
 
 The options -m -l -h -b -w are spelled as in the published artifact: -h is the hidden size, so only --help shows the
 help.
@@ -10,18 +10,20 @@ import contextlib
 import dataclasses
 import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from cli import options
-from cli.options import of_field
+from cli.options import OptionValues, of_field
 from cli.place_choice import PlaceChoice
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.option import options_of
 from harness.devices import machine, named_machines
+from harness.gate.probe import Extent
 from harness.models import weight_files
 from harness.plan.fit import scale_to_fit
 from papers.figures import case
@@ -35,13 +37,13 @@ WITH_SIZES = ("window_size", "disk", "placement")
 AFTER_OPTION = ("num_models", "num_devices", "double_buffer", "hybrid", "world_size", "resume")
 
 # By name of an artifact: the defaults that --as sets. Options that the user gives override them.
-SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
+ARTIFACT_SETTINGS = {"sc22": {"window_size": "4", "steps": "50", "dropout": "0.1"}}
 
 
 def take_settings(context: click.Context, _: click.Parameter, name: str | None) -> str | None:
     """Callback of --as: make the artifact's settings the defaults of the other options. click calls it before it reads
     these."""
-    context.default_map = {**(context.default_map or {}), **SETTINGS.get(name or "", {})}
+    context.default_map = {**(context.default_map or {}), **ARTIFACT_SETTINGS.get(name or "", {})}
     return name
 
 
@@ -58,7 +60,7 @@ size_options = options.together(
 )
 
 
-def _methods(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def _completed_methods(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     return options.completed(method.names(), incomplete)
 
 
@@ -67,7 +69,7 @@ job_options = options.together(
         "-m",
         "method_names",
         metavar="METHOD",
-        shell_complete=_methods,
+        shell_complete=_completed_methods,
         help="One method, several (a,b), all, or published: the SC22 artifact's five.",
     ),
     click.option(
@@ -123,9 +125,9 @@ class WithMethods(click.Command):
         if "--help" in args:
             # read --help last, because --methods may follow it, and adds methods to the help
             args = [*(word for word in args if word != "--help"), "--help"]
-        rest = super().parse_args(context, args)
+        remaining_args = super().parse_args(context, args)
         options.leave_out_given(context)
-        return rest
+        return remaining_args
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         folders = context.params.get("methods_folder") or ()
@@ -138,11 +140,11 @@ class WithMethods(click.Command):
         super().format_epilog(context, formatter)
 
 
-def make_jobs(options: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
+def make_jobs(options: OptionValues, folders: tuple[Path, ...]) -> list[Job]:
     """Return a job for every combination of the values. Along the list, the method changes slowest, the window fastest.
     A method gets only those options that it has. Raises ValueError for an option that no method has, except -w, which
     published calls give to all methods, and for one that --option sets to another value."""
-    names = _names(options["method_names"], options.get("as_artifact"), folders)
+    names = _method_names(options["method_names"], options.get("as_artifact"), folders)
     by_name = dict(map(parse_option, options["options"]))
     flags = method.flags()
     by_flag = {name: options[name] for name in flags if options.get(name) is not None}
@@ -165,16 +167,16 @@ def make_jobs(options: dict[str, Any], folders: tuple[Path, ...]) -> list[Job]:
         jobs.append(Job(name, workload, {**by_name, **chosen_options}, budget, device, steps, warmup))
     for field in by_flag:
         if not flags[field].is_for_all and not any(field in job.options for job in jobs):
-            able = ", ".join(method.having(field, folders))
+            methods_text = ", ".join(method.having(field, folders))
             raise ValueError(
-                f"{flags[field].flag} does not apply to {', '.join(names)}: leave it out, or try -m {able}"
+                f"{flags[field].flag} does not apply to {', '.join(names)}: leave it out, or try -m {methods_text}"
             )
     if options.get("scale"):
         jobs = [scale_to_fit(job, folders)[0] for job in jobs]
     return [job for index, job in enumerate(jobs) if job not in jobs[:index]]
 
 
-def _check_set_once(by_flag: dict[str, Any], by_name: dict[str, Any]) -> None:
+def _check_set_once(by_flag: OptionValues, by_name: OptionValues) -> None:
     """Raise ValueError if a method's option has one value by its flag and another by --option."""
     for name, value in by_flag.items():
         values = value if isinstance(value, list) else [value]
@@ -184,7 +186,7 @@ def _check_set_once(by_flag: dict[str, Any], by_name: dict[str, Any]) -> None:
             raise ValueError(f"expected one of {flag} and --option {name}, {got}")
 
 
-def workloads(options: dict[str, Any]) -> list[Workload]:
+def workloads(options: OptionValues) -> list[Workload]:
     """Return a workload for every combination of models and sizes."""
     combinations: list[Workload] = []
     for model in options["model"]:
@@ -195,24 +197,27 @@ def workloads(options: dict[str, Any]) -> list[Workload]:
     return combinations
 
 
-def _names(text: str | None, artifact: str | None, folders: tuple[Path, ...]) -> list[str]:
+def _method_names(text: str | None, artifact: str | None, folders: tuple[Path, ...]) -> list[str]:
     """Return the names of the methods that `text`, the value of -m, names."""
     if not text:
         raise ValueError(
             f"-m: expected a method, got none; try all, or one of {', '.join(method.names(folders))}"
         )
-    published = case.load(1).methods  # the artifact's methods
+    published = case.load_case(1).methods  # the artifact's methods
     if text == "all" and artifact:
         return list(published)
     if text != "all":
-        return [name for part in text.split(",") for name in (published if part == "published" else (part,))]
+        names: list[str] = []
+        for name in text.split(","):
+            names += published if name == "published" else (name,)
+        return names
     broken = method.broken(folders)
     for name, why in broken.items():
         print(f"left out: {name}: {why}", file=sys.stderr)
     return [name for name in method.names(folders) if name not in broken]
 
 
-def _device(options: dict[str, Any], budget: Budget) -> str:
+def _device(options: OptionValues, budget: Budget) -> str:
     devices, place = machine.devices(), PlaceChoice.of(options)
     device = devices[0] if options["device"] == "auto" else options["device"]
     if options["device"] == "auto" and place.asks_for_gpus():
@@ -232,7 +237,7 @@ def _device(options: dict[str, Any], budget: Budget) -> str:
     return device
 
 
-def _budget(options: dict[str, Any], device: str = "") -> Budget:
+def _budget(options: OptionValues, device: str = "") -> Budget:
     """Return the job's budgets for this device. An option such as --host-memory sets its budget; every other budget is
     that of the machine that --machine names, if any."""
     name = options["machine_name"]
@@ -254,7 +259,7 @@ def parse_option(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def method_folders(options: dict[str, Any]) -> tuple[Path, ...]:
+def method_folders(options: OptionValues) -> tuple[Path, ...]:
     """Return the folders of methods that a call adds by --methods."""
     return tuple(path.resolve() for path in options["methods_folder"])
 
@@ -267,3 +272,41 @@ def check_files(workload: Workload) -> None:
         from harness.core import data
 
         data.corpus(workload)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a call prints and writes beside records. A path of None: the call does not ask for that file."""
+
+    as_json: bool
+    shows_verdicts: bool  # True: print a table of verdicts, methods by models
+    table: Path | None = None  # file for that table, in Markdown
+    trace: Path | None = None  # file for a timeline of the run
+    save: Path | None = None  # folder for the trained weights
+
+
+@dataclass(frozen=True)
+class Call:
+    jobs: list[Job]
+    folders: tuple[Path, ...]  # folders of methods
+    place: PlaceChoice
+    extent: Extent | None  # extent of the gate's probe; None: the usual one
+    results: Path  # folder of records
+    rerun: bool  # True: run jobs again that have a record
+    output: Output
+
+    @classmethod
+    def of(cls, values: OptionValues, extent: Extent | None) -> Call:
+        """Return the call with these values of a verb's options, by name. Raises ValueError for values that make no
+        job."""
+        folders, table = method_folders(values), values.get("out")
+        shows_verdicts = len(values["model"]) > 1 or table is not None
+        return cls(
+            make_jobs(values, folders),
+            folders,
+            PlaceChoice.of(values),
+            extent,
+            values["results"],
+            values["rerun"],
+            Output(values["as_json"], shows_verdicts, table, values.get("trace"), values.get("save")),
+        )

@@ -13,8 +13,7 @@ import click
 from click.core import ParameterSource
 
 from cli import exit_codes, options
-from cli.call import Call, Output
-from cli.job_options import WithMethods, check_files, job_options, make_jobs, method_folders
+from cli.job_options import Call, Output, WithMethods, check_files, job_options, make_jobs, method_folders
 from cli.options import FILE, FOLDER, Duration, check_writable
 from cli.place_choice import place_options
 from harness.base.console import print_table
@@ -63,7 +62,7 @@ Examples:
 @options.with_extent
 def run(extent: Extent | None, **values: Any) -> None:
     """Train by one method, several or all. A job that has a record is not run again, unless --rerun is given."""
-    _train(Call.of(values, extent))
+    _train_jobs(Call.of(values, extent))
 
 
 @click.command(cls=WithMethods, epilog=EXAMPLES)
@@ -75,7 +74,7 @@ def run(extent: Extent | None, **values: Any) -> None:
 @options.with_extent
 def sweep(extent: Extent | None, **values: Any) -> None:
     """Train every combination of the values given. A job that does not fit is a result, not an error."""
-    _train(Call.of(values, extent), is_sweep=True)
+    _train_jobs(Call.of(values, extent), is_sweep=True)
 
 
 @click.command(cls=WithMethods)
@@ -87,7 +86,7 @@ def sweep(extent: Extent | None, **values: Any) -> None:
 )
 def plan(exact: bool, as_json: bool, **values: Any) -> None:
     """Show what each method needs, and the largest depth that should fit. It neither trains nor allocates."""
-    from cli.advice import plan_table
+    from cli import plan_table
     from papers import laws as published_laws
 
     folders, machine_name = method_folders(values), values["machine_name"]
@@ -107,7 +106,7 @@ def plan(exact: bool, as_json: bool, **values: Any) -> None:
     rows = [plan_table.plan_row(job, folders, exact, page_locks=is_elsewhere) for job in jobs]
     published = []
     if machine_name == named_machines.PUBLISHED and published_laws.is_published(jobs[0].workload):
-        published = plan_table.published_rows(_published_room(machine_name, limits))
+        published = plan_table.published_limit_rows(_published_room(machine_name, limits))
     if as_json:
         for row in (*rows, *({"published": row} for row in published)):
             print(json.dumps(row))
@@ -119,9 +118,9 @@ def plan(exact: bool, as_json: bool, **values: Any) -> None:
         several = max(job.options.get("num_devices", 1) for job in jobs)
         fills = room if is_elsewhere else less_imports(room, jobs[0].budget, jobs[0].device, several)
         print(memories_text(machine_name, limits, fills, jobs[0].device))
-    plan_table.show_plans(rows, exact)
+    plan_table.print_plans(rows, exact)
     if published:
-        plan_table.show_published(published)
+        plan_table.print_published_limits(published)
 
 
 def _num_devices(job: Job) -> int:
@@ -237,13 +236,13 @@ def case(extent: Extent | None, **values: Any) -> None:
     throughput over the batch; 10, the releases of engines that train (see the verb releases); and overlap, the copies
     that run at the same time as compute in one step.
     """
-    from papers.claims.collect import CaseCall, collect
+    from papers.claims.campaign import CaseCall, run_case
 
     if values["only"] is None:
         check_writable(values["results"])
     if values["out"]:
         check_writable(values["out"], "--out")
-    sys.exit(exit_codes.of_records(collect(CaseCall(**values, probe=extent)), is_sweep=True))
+    sys.exit(exit_codes.of_records(run_case(CaseCall(**values, probe=extent)), is_sweep=True))
 
 
 @click.command()
@@ -272,9 +271,9 @@ def demo(results: Path, quick: bool, as_json: bool) -> None:
 VERBS = (run, sweep, plan, search, case, setup, demo)
 
 
-def _train(call: Call, is_sweep: bool = False) -> None:
+def _train_jobs(call: Call, is_sweep: bool = False) -> None:
     """Run the jobs of a call, print how they ended, and exit with their code."""
-    outcomes = [_planned(job, call.folders) for job in call.jobs]
+    outcomes = [_planned_or_reason(job, call.folders) for job in call.jobs]
     plans = [outcome for outcome in outcomes if isinstance(outcome, Planned)]
     left_out = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if not plans:
@@ -293,7 +292,7 @@ def _train(call: Call, is_sweep: bool = False) -> None:
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     if call.place.is_dry_run:
-        return _draft(place, jobs, call)
+        return _print_draft(place, jobs, call)
     with reporter(call.output.as_json) as report:
         records = Sweep(call.results, call.folders, report, call.rerun, place, call.extent).run(plans)
     if len(records) > 1 and not call.output.as_json:
@@ -301,14 +300,14 @@ def _train(call: Call, is_sweep: bool = False) -> None:
     if call.output.shows_verdicts:
         remaining_records = iter(records)
         ends = [outcome if isinstance(outcome, str) else next(remaining_records) for outcome in outcomes]
-        _show_verdicts(call.jobs, ends, call.output)
+        _print_verdicts(call.jobs, ends, call.output)
     refused = [record for record in records if (record.status, record.phase) == ("does-not-fit", "plan")]
     if not is_sweep and len(refused) == len(call.jobs):
-        _advise(call)
+        _print_next_calls(call)
     sys.exit(exit_codes.of_records(records, is_sweep))
 
 
-def _planned(job: Job, folders: tuple[Path, ...]) -> Planned | str:
+def _planned_or_reason(job: Job, folders: tuple[Path, ...]) -> Planned | str:
     """Return the planned job; if its method cannot train it, return the reason as text."""
     try:
         return resolve(job, folders)
@@ -343,7 +342,7 @@ def _with_files(plans: list[Planned], call: Call) -> list[Planned]:
     return [plans[0]._replace(job=first), *plans[1:]]
 
 
-def _show_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], output: Output) -> None:
+def _print_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], output: Output) -> None:
     """Print the verdicts as a table, methods by models, and write it to the file of --out. Do nothing if two models
     have the same layers and width."""
     if (models := verdict_table.model_heads(jobs)) is None:
@@ -361,7 +360,7 @@ def _show_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], outpu
         verdict_table.write_markdown(output.table, command, table)
 
 
-def _draft(place: Place | None, jobs: list[Job], call: Call) -> None:
+def _print_draft(place: Place | None, jobs: list[Job], call: Call) -> None:
     """Print the text that would be submitted to the place to run these jobs. Raises ValueError if no place was named,
     or if the place submits no text."""
     if place is None:
@@ -370,7 +369,7 @@ def _draft(place: Place | None, jobs: list[Job], call: Call) -> None:
     print(place.draft([(job, runs.key(job)) for job in jobs], call.folders))
 
 
-def _advise(call: Call) -> None:
+def _print_next_calls(call: Call) -> None:
     """Print commands that the user may call instead of these jobs, which do not fit. For another place than this
     machine, leave out the commands that put layers on a disk of this machine."""
     for command, why in suggest_commands(call.jobs, call.folders):

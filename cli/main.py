@@ -1,8 +1,9 @@
 """The entry point: finds the verb, and turns every error of the user into one line and an exit code.
 
 The verbs are defined in job_verbs.py (run, sweep, plan, search, case, setup, demo), result_verbs.py (fairness, import,
-verify, compare, report, bundle, add, notebook), advise.py, doctor.py, check_method.py, completion.py, rates.py,
-releases.py and places/shared/docker_image.py (image). Methods may bring further verbs (Method.verbs).
+verify, compare, report, bundle, add, notebook), advise.py, doctor.py (doctor, rates), method_contract.py
+(check-method), completion.py, releases.py and places/shared/docker_image.py (image). Methods may bring further verbs
+(Method.verbs).
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from pathlib import Path
 import click
 
 from cli import completion, job_verbs, options, result_verbs
-from cli.advice.advise import advise
-from cli.advice.rates import rates
-from cli.check_method import check_method
-from cli.doctor import doctor
+from cli.advise import advise
+from cli.doctor import doctor, rates
 from cli.exit_codes import CRASH, INTERRUPTED, MEMORY, UNAVAILABLE, USAGE
 from cli.job_options import WithMethods
 from cli.job_verbs import EXAMPLES
+from cli.method_contract import check_method
 from cli.releases import releases
 from harness.base.console import readable_output
 from harness.core import method
@@ -125,17 +125,17 @@ def main() -> None:
     """Run the call, and exit with its code. The code is the verb's own, 2 for wrong usage, or 130 if Ctrl-C, SIGTERM or
     a closed pipe interrupted the call."""
     if completion.is_asked_for():
-        completion.answer(door)
+        completion.print_completions(door)
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
         # signals that the caller ignores stay ignored, as under nohup
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
     with readable_output():
-        _run()
+        _invoke_verb()
 
 
-def _run() -> None:
+def _invoke_verb() -> None:
     try:
         # click's own main() is not used here, because it exits with 1 if a pipe is closed
         with door.make_context("./run.sh", sys.argv[1:]) as context:
@@ -144,30 +144,34 @@ def _run() -> None:
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted: finished runs are kept, and the same call starts the others again", INTERRUPTED)
+        _exit_with_line(
+            "interrupted: finished runs are kept, and the same call starts the others again", INTERRUPTED
+        )
     except BrokenPipeError:  # the program that reads the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(INTERRUPTED)
     except click.NoSuchOption as error:
-        _fail(f"error: {_no_option_text(error)}", USAGE)
+        _exit_with_line(f"error: {_no_option_text(error)}", USAGE)
     except click.ClickException as error:
-        _fail(f"error: {_usage_text(error.format_message())}", USAGE)
+        _exit_with_line(f"error: {_usage_text(error.format_message())}", USAGE)
     except OSError as error:
-        _fail_of_system(error)
+        _exit_with_system_error(error)
     except FolderLost as error:
-        _fail(f"error: {error}", CRASH)
+        _exit_with_line(f"error: {error}", CRASH)
     except ValueError as error:
-        _fail(f"error: {error}", USAGE)
+        _exit_with_line(f"error: {error}", USAGE)
     except method.Unavailable as error:
-        _fail(f"error: {error}", UNAVAILABLE)
+        _exit_with_line(f"error: {error}", UNAVAILABLE)
 
 
 def _no_option_text(error: click.NoSuchOption) -> str:
-    verbs = door.all_verbs().items()
-    others = [name for name, verb in verbs for param in verb.params if error.option_name in param.opts]
-    if not others:
+    verbs_with_option = []
+    for name, verb in door.all_verbs().items():
+        verbs_with_option += [name for param in verb.params if error.option_name in param.opts]
+    if not verbs_with_option:
         return f"{error.format_message().rstrip('.')}; see --help"
-    return f"{error.message.rstrip('.')}; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it"
+    has = "has" if len(verbs_with_option) == 1 else "have"
+    return f"{error.message.rstrip('.')}; {', '.join(verbs_with_option)} {has} it"
 
 
 def _usage_text(message: str) -> str:
@@ -179,16 +183,20 @@ def _usage_text(message: str) -> str:
     return f"{message.rstrip('.')}; {hint}"
 
 
-def _fail_of_system(error: OSError) -> None:
+def _exit_with_system_error(error: OSError) -> None:
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        _fail("error: too many open files: raise the limit, ulimit -n 256, and repeat the call", USAGE)
+        _exit_with_line(
+            "error: too many open files: raise the limit, ulimit -n 256, and repeat the call", USAGE
+        )
     file = f" {error.filename}" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" in{file}" if file else ""
-        _fail(f"error: the disk is full{where}: free some space and repeat the call", MEMORY)
-    _fail(f"error: cannot use{file or ' a file'}: {error.strerror or error}; try another one", USAGE)
+        _exit_with_line(f"error: the disk is full{where}: free some space and repeat the call", MEMORY)
+    _exit_with_line(
+        f"error: cannot use{file or ' a file'}: {error.strerror or error}; try another one", USAGE
+    )
 
 
-def _fail(line: str, code: int) -> None:
+def _exit_with_line(line: str, code: int) -> None:
     print(line.replace("\n", "\\n"), file=sys.stderr)  # keeps one line: an argument may contain line ends
     sys.exit(code)

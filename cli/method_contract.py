@@ -1,5 +1,5 @@
-"""The contract of a method, as checks that run. The tests apply the checks to every method, and `check-method` applies
-them to one file.
+"""The contract of a method, as checks that run, and the verb `check-method`, which applies the checks to one file and
+prints a line for each. The tests apply them to every method.
 
 A check returns a text on what it saw. If the method breaks the contract, the check raises Broken with the requirement
 that is not met.
@@ -10,12 +10,16 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
+
+from cli.exit_codes import CHECK_FAILED
 from harness.base.checkout import ROOT
 from harness.core import method
 from harness.core.job import Job, Room, Workload
@@ -30,7 +34,7 @@ TINY = Workload(
     num_layers=3, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97, learning_rate=0.1
 )
 GRADIENT_TOLERANCE = 1e-3  # a larger relative error of a first moment in fp32 means a wrong gradient
-SHOWN = 4  # most tensors that a message names
+MOST_NAMED_TENSORS = 4  # most tensors that a message names
 # bytes of a parameter's weight and its two AdamW moments, over all memories; its gradient is not counted
 STATE_BYTES = 12
 
@@ -52,23 +56,24 @@ Check = Callable[[Subject], str]
 
 
 def trains_in_fp32(subject: Subject) -> str:
-    return _judged(subject, _trained(subject, "fp32"))
+    return _judged_text(subject, _trained(subject, "fp32"))
 
 
 def trains_in_bf16(subject: Subject) -> str:
-    return _judged(subject, _trained(subject, "bf16"))
+    return _judged_text(subject, _trained(subject, "bf16"))
 
 
 def names_its_attention(subject: Subject) -> str:
-    kernel, seen = "scaled_dot_product_flash_attention_for_cpu", _trained(subject, "fp32").kernels
-    _hold(kernel in seen, f"expected {kernel} at work in the second step, saw {', '.join(seen) or 'none'}")
+    kernel, kernels = "scaled_dot_product_flash_attention_for_cpu", _trained(subject, "fp32").kernels
+    kernels_text = ", ".join(kernels) or "none"
+    _require(kernel in kernels, f"expected {kernel} at work in the second step, saw {kernels_text}")
     return kernel
 
 
 def names_its_implementation(subject: Subject) -> str:
     texts = method.create(subject.name, {}, subject.folders).describe(TINY, "cpu")
-    _hold("implementation" in texts, "describe() does not name the implementation")
-    _hold(set(texts) <= set(COLUMNS), f"describe() may name {', '.join(COLUMNS)}, not {', '.join(texts)}")
+    _require("implementation" in texts, "describe() does not name the implementation")
+    _require(set(texts) <= set(COLUMNS), f"describe() may name {', '.join(COLUMNS)}, not {', '.join(texts)}")
     return texts["implementation"]
 
 
@@ -81,16 +86,16 @@ def is_frozen(subject: Subject) -> str:
 
 
 def plans_more_for_more_layers(subject: Subject) -> str:
-    needs = [_planned(subject, Workload(num_layers=depth))[0] for depth in (4, 8, 16, 64)]
-    _hold(
+    needs = [_planned_bytes(subject, Workload(num_layers=depth))[0] for depth in (4, 8, 16, 64)]
+    _require(
         needs == sorted(needs) and needs[0] < needs[-1], f"4, 8, 16, 64 layers are planned with {needs} bytes"
     )
     return f"{needs[-1] / needs[0]:.3g} times as much for 64 layers as for 4"
 
 
 def plans_the_state(subject: Subject) -> str:
-    param_bytes = _planned(subject, Workload())[1] / Workload().num_params
-    _hold(
+    param_bytes = _planned_bytes(subject, Workload())[1] / Workload().num_params
+    _require(
         param_bytes >= STATE_BYTES,
         f"{param_bytes:.3g} bytes a parameter: weight and two moments take {STATE_BYTES} somewhere",
     )
@@ -113,14 +118,14 @@ BY_TRAINING: dict[str, Check] = {
 def outcomes(file: Path) -> Iterator[tuple[str, bool, str]]:
     """Yield each check's name, whether the method's file passed the check, and what the check saw. If a run failed, its
     log is kept."""
-    with _alone(file) as subject:
-        for name, is_passed, text in _outcomes(subject):
+    with _subject_alone(file) as subject:
+        for name, is_passed, text in _outcomes_of_subject(subject):
             for folder in subject.folders:  # show the author's path, not the path of the link
                 text = text.replace(f"{folder}/", f"{file.resolve().parent}/")
             yield name, is_passed, text
 
 
-def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
+def _outcomes_of_subject(subject: Subject) -> Iterator[tuple[str, bool, str]]:
     try:
         method.load(subject.name, subject.folders)
     except ValueError as error:
@@ -136,7 +141,7 @@ def _outcomes(subject: Subject) -> Iterator[tuple[str, bool, str]]:
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[Subject]:
+def _subject_alone(file: Path) -> Iterator[Subject]:
     """Yield the method in a new folder without the other methods of its own folder. The new folder has links to the
     method's file, and to the files _name.py beside it, which methods may import."""
     file, folder = file.resolve(), Path(tempfile.mkdtemp(prefix="check-method-")).resolve()
@@ -154,7 +159,7 @@ def _alone(file: Path) -> Iterator[Subject]:
             shutil.rmtree(folder)
 
 
-def _planned(subject: Subject, workload: Workload) -> tuple[int, int]:
+def _planned_bytes(subject: Subject, workload: Workload) -> tuple[int, int]:
     """Return the planned bytes of device and host memory together, and the planned bytes of device, host and disk
     together."""
     plan = method.create(subject.name, {}, subject.folders).plan(workload, Room())
@@ -173,11 +178,11 @@ def _trained(subject: Subject, dtype: str) -> Record:
     logs = [
         str(path).removesuffix(".json") + ".txt" for path, kept in sweep.records.items() if kept is record
     ]
-    _hold(record.status == "ok", f"{record.status}: {record.reason} ({', '.join(logs)})")
+    _require(record.status == "ok", f"{record.status}: {record.reason} ({', '.join(logs)})")
     return record
 
 
-def _judged(subject: Subject, record: Record) -> str:
+def _judged_text(subject: Subject, record: Record) -> str:
     """Check that the gate's verdict is the one that the method declares: passed, or failed if the method declares
     another training than the reference's. Return the gate's text. Raises Broken if it is the other verdict."""
     gate = record.gate
@@ -203,18 +208,41 @@ def _wrong_gradients(subject: Subject, job: Job, step: int) -> str:
         name: (tensors.get(name, {}).get("exp_avg"), tensor.get("exp_avg"))
         for name, tensor in reference_tensors.items()
     }
-    ratios = {name: mine / other for name, (mine, other) in moments.items() if mine and other}
+    ratios = {
+        name: moment / reference_moment
+        for name, (moment, reference_moment) in moments.items()
+        if moment and reference_moment
+    }
     # a wrong clip factor scales the moments of all tensors alike
     clip = statistics.median(ratios.values() or [1.0])
     off = [name for name, ratio in ratios.items() if abs(ratio / clip - 1) > GRADIENT_TOLERANCE]
     if not off:
         return ""
     off.sort(key=lambda name: -abs(ratios[name] / clip - 1))
-    named = ", ".join(f"{name} ({ratios[name] / clip:.3g} times)" for name in off[:SHOWN])
-    more = f" and {len(off) - SHOWN} more" if len(off) > SHOWN else ""
-    return f"; beside the others' the gradient of step {step} is wrong in {named}{more}"
+    names_text = ", ".join(f"{name} ({ratios[name] / clip:.3g} times)" for name in off[:MOST_NAMED_TENSORS])
+    more = f" and {len(off) - MOST_NAMED_TENSORS} more" if len(off) > MOST_NAMED_TENSORS else ""
+    return f"; beside the others' the gradient of step {step} is wrong in {names_text}{more}"
 
 
-def _hold(is_kept: Any, text: str) -> None:
+def _require(is_kept: Any, text: str) -> None:
     if not is_kept:
         raise Broken(text)
+
+
+@click.command(name="check-method")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE")
+def check_method(file: Path) -> None:
+    """Check that a method's file keeps the contract of methods, by tiny runs on the CPU. Exit code 1: a check
+    failed."""
+    if file.suffix != ".py" or file.name.startswith("_"):
+        raise ValueError(f"expected a method's file, such as my_method.py, got {file}")
+    failures: set[str] = set()
+    for name, is_passed, message in outcomes(file):
+        message_text = " ".join(message.split())
+        if not is_passed:
+            # leave out the name of the log, which differs between runs that fail alike
+            failure = message_text.partition("; its log has the traceback")[0]
+            message_text = "as told above" if failure in failures else message_text
+            failures.add(failure)
+        print(f"{'passed' if is_passed else 'failed'}  {name}: {message_text}", flush=True)
+    sys.exit(CHECK_FAILED if failures else 0)

@@ -28,16 +28,17 @@ MODEL = "harness.model"  # key under which click's context.meta holds the value 
 WITHOUT_OPTION = ("model", "config")  # fields of a Workload that only --model sets
 MOST_NUMBERS = 10_000  # most values that a range in an option may have
 
+OptionValues = dict[str, Any]  # the values of a verb's options, by the option's name
+WorkloadFields = dict[str, Any]  # fields of a Workload, by name
+
 
 class Named(click.Path):
     """Click type: a path. The empty word is refused, because as a path it would mean the working folder."""
 
     def convert(self, value: Any, param: Any, context: Any) -> Any:
-        return (
-            super().convert(value, param, context)
-            if str(value)
-            else self.fail("expected a path, got nothing")
-        )
+        if not str(value):
+            self.fail("expected a path, got nothing")
+        return super().convert(value, param, context)
 
 
 class Finite(click.FloatRange):
@@ -220,7 +221,7 @@ class MachineName(click.ParamType):
         return named_machines.spelled(str(value))
 
 
-def _take_models(context: click.Context, _: click.Parameter, text: str | None) -> list[dict[str, Any]]:
+def _take_model_names(context: click.Context, _: click.Parameter, text: str | None) -> list[WorkloadFields]:
     """Return the fields of a Workload for each model that --model names.
 
     For one model, its sizes become defaults of their own options, and only fields without an option are returned. For
@@ -228,28 +229,28 @@ def _take_models(context: click.Context, _: click.Parameter, text: str | None) -
     """
     names = named_models.several(text) if text else []
     if len(names) > 1:
-        return [_fields(context, name) for name in names]
-    return [_take_sizes(context, *names)]
+        return [_workload_fields_of_model(context, name) for name in names]
+    return [_set_model_sizes(context, *names)]
 
 
-def _take_sizes(context: click.Context, name: str | None = None) -> dict[str, Any]:
+def _set_model_sizes(context: click.Context, name: str | None = None) -> WorkloadFields:
     """Make a model's sizes the defaults of their options, unless the verb has its own default, such as the largest
     depth of a search. Return the fields of a Workload that have no option."""
     if name is None:
         return {}
-    fields = _fields(context, name)
+    fields = _workload_fields_of_model(context, name)
     without_option = {field: fields.pop(field) for field in WITHOUT_OPTION if field in fields}
     if parsed_amount(name) is None:
         context.meta[MODEL] = name
-    _set_defaults(context, fields)
+    _set_size_defaults(context, fields)
     return without_option
 
 
-def _fields(context: click.Context, name: str) -> dict[str, Any]:
+def _workload_fields_of_model(context: click.Context, name: str) -> WorkloadFields:
     """Return the fields of a Workload that a model sets. If `name` is a number of parameters, the model is a GPT of
     about this size."""
     if num_params := parsed_amount(name):
-        return _of_number(num_params)
+        return _fields_of_gpt_size(num_params)
     model = named_models.load(name)
     if model.note:
         click.echo(f"{name} here is {model.note}", err=True)
@@ -272,7 +273,7 @@ def leave_out_given(context: click.Context) -> None:
         ]
 
 
-def _models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+def _completed_models(context: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     return completed(named_models.names(), incomplete)
 
 
@@ -282,18 +283,18 @@ def completed(names: Iterable[str], incomplete: str) -> list[str]:
     return [before + name for name in names if name.startswith(incomplete.removeprefix(before))]
 
 
-def _take_number(context: click.Context, param: click.Parameter, num_params: float | None) -> None:
+def _set_gpt_size(context: click.Context, param: click.Parameter, num_params: float | None) -> None:
     if num_params is not None:
-        _set_defaults(context, _of_number(num_params))
+        _set_size_defaults(context, _fields_of_gpt_size(num_params))
 
 
-def _of_number(num_params: float) -> dict[str, Any]:
+def _fields_of_gpt_size(num_params: float) -> WorkloadFields:
     """Return the fields of a Workload for a GPT with about this number of parameters."""
     shape = gpt_of_size(num_params)
     return {name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_heads")}
 
 
-def _set_defaults(context: click.Context, sizes: dict[str, Any]) -> None:
+def _set_size_defaults(context: click.Context, sizes: WorkloadFields) -> None:
     context.default_map = {
         **{option: str(size) for option, size in sizes.items()},
         **(context.default_map or {}),
@@ -305,16 +306,16 @@ params = click.option(
     type=Amount(),
     is_eager=True,
     expose_value=False,
-    callback=_take_number,
+    callback=_set_gpt_size,
     help="Number of parameters, such as 7B: set -l, -h and --heads to a GPT of this size.",
 )
 model = together(
     click.option(
         "--model",
         metavar="NAME|PATH",
-        shell_complete=_models,
+        shell_complete=_completed_models,
         is_eager=True,
-        callback=_take_models,
+        callback=_take_model_names,
         help="Set -l, -h, --heads and --vocab (for a GPT also --seq) to a model's: a name in models.yaml, such as"
         " gpt2-xl or Qwen3-8B; a config.json or its folder; or a size such as 7b, for a GPT of about 7B parameters."
         " Several: a,b, or a pattern of names, such as 'tiny-*'. These options, if given, override the models' values.",
@@ -330,15 +331,18 @@ class Numbers(click.ParamType):
 
     def convert(self, value: Any, param: Any, context: Any) -> list[int]:
         numbers: list[int] = []
-        for part in str(value).split(","):
-            if not re.fullmatch(r"-?\d+(:-?\d+){0,2}", part):
+        for range_text in str(value).split(","):
+            if not re.fullmatch(r"-?\d+(:-?\d+){0,2}", range_text):
                 self.fail(f"expected numbers such as 4, 1,2,4 or 2:8:2, got {value!r}", param, context)
-            start, *rest = (int(number) for number in part.split(":"))
-            stop, step = (rest[0] if rest else start), (rest[1] if len(rest) > 1 else 1)
+            start, *stop_and_step = (int(number) for number in range_text.split(":"))
+            stop = stop_and_step[0] if stop_and_step else start
+            step = stop_and_step[1] if len(stop_and_step) > 1 else 1
             if step < 1 or stop < start:
-                self.fail(f"expected a range first:last:step such as 2:8:2, got {part!r}", param, context)
+                self.fail(
+                    f"expected a range first:last:step such as 2:8:2, got {range_text!r}", param, context
+                )
             if (stop - start) // step >= MOST_NUMBERS:
-                self.fail(f"expected at most {MOST_NUMBERS} numbers, got {part!r}", param, context)
+                self.fail(f"expected at most {MOST_NUMBERS} numbers, got {range_text!r}", param, context)
             numbers.extend(range(start, stop + 1, step))
         return list(dict.fromkeys(numbers))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cli.options import of_field, together
+from cli.options import OptionValues, of_field, together
 from harness.core.option import options_of
 from harness.run import place
 from harness.run.place import Place, PlaceCall
@@ -43,7 +43,7 @@ class PlaceChoice:
     is_dry_run: bool = False
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> PlaceChoice:
+    def of(cls, values: OptionValues) -> PlaceChoice:
         """Return the choice among the values of a verb's options; verbs without --on choose this process's machine."""
         if "on" not in values:
             return cls()
@@ -80,7 +80,7 @@ class PlaceChoice:
         arguments = ["--on", self.name]
         options = self.options[self.name]
         for field, option in options_of(options).items():
-            value = getattr(options, field)
-            for part in value if option.is_repeated else filter(None, [value]):
-                arguments += [option.flag, str(part)]
+            field_value = getattr(options, field)
+            for value in field_value if option.is_repeated else filter(None, [field_value]):
+                arguments += [option.flag, str(value)]
         return arguments

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from cli import exit_codes, options
-from cli.options import FILE, FOLDER, check_writable
+from cli.options import FILE, FOLDER, OptionValues, check_writable
 from harness.base.checkout import ROOT
 from harness.base.console import print_table
 from harness.base.whole_file import check_replaceable
@@ -28,12 +28,12 @@ from harness.plan.fit import Planned, resolve
 from papers.figures import case, case_files
 from papers.figures.profile import CaseProfile
 
-CASE = 10
+CASE_NUMBER = 10
 TITLE = "Which releases train? The gate's verdicts, settings by releases"
 CELL_SECONDS, INSTALL_SECONDS = 5.0, 20.0  # on 2 cores
 # How runs end that have no result and would end so again.
-ENDED = ("crash", "timeout", "unavailable")
-UNREACHABLE = "cannot be reached"  # part of a reason that may be gone at the next call
+ENDS_WITHOUT_RESULT = ("crash", "timeout", "unavailable")
+UNREACHABLE_TEXT = "cannot be reached"  # part of a reason that may be gone at the next call
 
 
 @click.command()
@@ -86,25 +86,25 @@ def releases(extent: Extent | None, **values: Any) -> None:
         print(script(name, release), end="")
         return
     profile = case.profile_of(None, None)
-    cells = _cells(values, has_gpu=profile.device == "cuda")
+    cells = _chosen_cells(values, has_gpu=profile.device == "cuda")
     results, as_json = values["results"], values["as_json"]
     out = values["out"] or results / "releases.md"
     check_replaceable(out, f"# {TITLE}".encode())
     check_writable(results)
     check_writable(out.resolve().parent, "--out")
-    plans = _plans(profile, cells)
+    plans = _planned_cells(profile, cells)
     with reporter(as_json) as report:
         sweep = Sweep(results, (), report, values["rerun"], probe=extent or NONE, is_timed=False)
-        records = _run(plans, sweep, as_json)
-    _write(profile, results, out, as_json)
+        records = _run_missing_cells(plans, sweep, as_json)
+    _write_map(profile, results, out, as_json)
     sys.exit(exit_codes.of_records(records, is_sweep=True))
 
 
-def _cells(values: dict[str, Any], has_gpu: bool) -> list[tuple[str, str]]:
+def _chosen_cells(values: OptionValues, has_gpu: bool) -> list[tuple[str, str]]:
     """Return the chosen cells, each a setting and a release."""
-    from cases._release_choice import Choice, chosen
+    from cases.case10 import CellChoice, cells_of
 
-    choice = Choice(
+    choice = CellChoice(
         values["only"],
         values["names"],
         values["since"],
@@ -113,14 +113,14 @@ def _cells(values: dict[str, Any], has_gpu: bool) -> list[tuple[str, str]]:
         is_quick=values["quick"],
         has_gpu=has_gpu,
     )
-    if not (cells := chosen(choice)):
+    if not (cells := cells_of(choice)):
         raise ValueError(
             "expected at least one cell, got none by these options; try other releases, or another row"
         )
     return cells
 
 
-def _plans(profile: CaseProfile, cells: Sequence[tuple[str, str]]) -> list[Planned]:
+def _planned_cells(profile: CaseProfile, cells: Sequence[tuple[str, str]]) -> list[Planned]:
     """Return a planned job for each cell that has a plan here; print why the others have none."""
     from cases.case10 import job_of
 
@@ -151,52 +151,62 @@ def _check_alone(name: str) -> None:
             )
 
 
-def _run(plans: Sequence[Planned], sweep: Sweep, as_json: bool) -> list[Record]:
+def _run_missing_cells(plans: Sequence[Planned], sweep: Sweep, as_json: bool) -> list[Record]:
     """Run the jobs without a record, judge all, and return a record of each job."""
     keys = [sweep.key(planned.job) for planned in plans]
     recorded = {} if sweep.rerun else {record.key: record for record in sweep.records.values()}
-    results = {record.key for record in recorded.values() if record.is_lasting}
-    ended = {key: record for key, record in recorded.items() if key not in results and _ends_again(record)}
-    missing = [
+    result_keys = {record.key for record in recorded.values() if record.is_lasting}
+    failed_records = {
+        key: record for key, record in recorded.items() if key not in result_keys and _ends_again(record)
+    }
+    missing_jobs = [
         planned.job
         for planned, key in zip(plans, keys, strict=True)
-        if key not in results and key not in ended
+        if key not in result_keys and key not in failed_records
     ]
-    to_install = {method.create(job.method, job.options).to_build() for job in missing} - {None}
-    seconds = len(missing) * CELL_SECONDS + len(to_install) * INSTALL_SECONDS
+    to_install = {method.create(job.method, job.options).to_build() for job in missing_jobs} - {None}
+    seconds = len(missing_jobs) * CELL_SECONDS + len(to_install) * INSTALL_SECONDS
     if as_json:
         print(
-            json.dumps({"event": "plan", "cells": len(plans), "to_run": len(missing), "seconds": seconds}),
+            json.dumps(
+                {"event": "plan", "cells": len(plans), "to_run": len(missing_jobs), "seconds": seconds}
+            ),
             flush=True,
         )
     else:
-        time = f", about {run_time.duration_text(seconds)}" if missing else ""
-        print(f"{len(plans)} cells, {len(missing)} to run{time}", flush=True)
-    records = iter(sweep.run([planned for planned, key in zip(plans, keys, strict=True) if key not in ended]))
-    return [ended[key] if key in ended else next(records) for key in keys]
+        time = f", about {run_time.duration_text(seconds)}" if missing_jobs else ""
+        print(f"{len(plans)} cells, {len(missing_jobs)} to run{time}", flush=True)
+    to_judge = [planned for planned, key in zip(plans, keys, strict=True) if key not in failed_records]
+    records = iter(sweep.run(to_judge))
+    return [failed_records[key] if key in failed_records else next(records) for key in keys]
 
 
 def _ends_again(record: Record) -> bool:
     """True if a second run would end like this one, which has no result."""
-    return record.status in ENDED and UNREACHABLE not in record.reason
+    return record.status in ENDS_WITHOUT_RESULT and UNREACHABLE_TEXT not in record.reason
 
 
-def _write(used: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
+def _write_map(profile: CaseProfile, results: Path, out: Path, as_json: bool) -> None:
     """Write the map of all recorded cells as a page in Markdown, a table and a figure, and print it."""
-    from cases._release_words import HEADS, kind, notes, page_rows
+    from cases._release_words import PAGE_HEADINGS, cell_kind, page_notes, page_rows
 
-    rows = case.table(CASE, used, records_of(results))
-    page = verdict_table.Table(TITLE, HEADS, list(page_rows(rows)), list(notes(rows)))
+    rows = case.figure_rows(CASE_NUMBER, profile, records_of(results))
+    page = verdict_table.Table(TITLE, PAGE_HEADINGS, list(page_rows(rows)), list(page_notes(rows)))
     verdict_table.write_markdown(out, shlex.join(["./run.sh", *sys.argv[1:]]), page)
-    table = case_files.write_rows(CASE, used.name, rows, results / "figures")
-    files = [out, table, *case_files.draw(CASE, table)]
+    table = case_files.write_rows(CASE_NUMBER, profile.name, rows, results / "figures")
+    files = [out, table, *case_files.draw(CASE_NUMBER, table)]
     if as_json:
         for row in rows:
             print(
                 json.dumps(
-                    {"setting": row.series, "release": row.group, "verdict": kind(row), "text": row.reason}
+                    {
+                        "setting": row.series,
+                        "release": row.group,
+                        "verdict": cell_kind(row),
+                        "text": row.reason,
+                    }
                 )
             )
         return
-    print_table(HEADS[:3], [row[:3] for row in page.rows], has_lines=True)
+    print_table(PAGE_HEADINGS[:3], [row[:3] for row in page.rows], has_lines=True)
     print(", ".join(map(str, files)))

@@ -24,9 +24,9 @@ from harness.core.record import records_of
 @options.as_json
 def fairness(results: Path, as_json: bool) -> None:
     """Show what each recorded method ran with: implementation, kernels, precision, recompute, clipping, data."""
-    from papers.claims.fairness import lines, rows
+    from papers.claims.fairness import fairness_lines, fairness_rows
 
-    table = rows(records_of(results))
+    table = fairness_rows(records_of(results))
     if not table:
         raise ValueError(
             f"no record of a run that trained in {results}: try ./run.sh -m all -l 4 -h 256 first"
@@ -35,7 +35,7 @@ def fairness(results: Path, as_json: bool) -> None:
         for row in table:
             print(json.dumps(row))
     else:
-        print("\n".join(lines(table, shutil.get_terminal_size((120, 24)).columns)))
+        print("\n".join(fairness_lines(table, shutil.get_terminal_size((120, 24)).columns)))
 
 
 @click.command(name="import")
@@ -58,20 +58,20 @@ def import_(logs: tuple[Path, ...], results: Path, reference: str | None) -> Non
 
     def skip(path: Path, why: str) -> None:
         skipped.append(path)
-        print(f"skipped {readable(path)}: {why}", file=sys.stderr)
+        print(f"skipped {_printable_path(path)}: {why}", file=sys.stderr)
 
     records = []
     for record, is_new in import_logs.import_logs(logs, results, reference, skip):
         records.append(record)
-        print(import_logs.line(record) + ("" if is_new else " [recorded before]"))
+        print(import_logs.record_line(record) + ("" if is_new else " [recorded before]"))
     if not records and not skipped:
         raise ValueError(
-            f"no log in {', '.join(map(readable, logs))}: try log files, or folders with log_*.txt"
+            f"no log in {', '.join(map(_printable_path, logs))}: try log files, or folders with log_*.txt"
         )
     sys.exit(CHECK_FAILED if skipped else 0)
 
 
-def readable(path: Path) -> str:
+def _printable_path(path: Path) -> str:
     """Return a path as text in which every byte that is not valid UTF-8 is replaced, so that it can be printed."""
     return os.fsencode(path).decode(errors="replace")
 
@@ -86,15 +86,15 @@ def readable(path: Path) -> str:
 @options.as_json
 def verify(results: Path, against: str | None, machine: str | None, as_json: bool) -> None:
     """Judge the papers' claims by the records. Exit code 1: a claim fails, or an expected failure passes."""
-    from papers.claims.verify import failed, findings, print_findings
+    from papers.claims.verify import findings, has_bad_verdict, print_findings
 
     if against is None and not results.is_dir():
         raise ValueError(
             f"no folder {results}: try --results with a folder of records, which ./run.sh case all writes"
         )
-    claims = findings(results, against, machine)
-    print_findings(claims, as_json)
-    sys.exit(CHECK_FAILED if failed(claims) else 0)
+    judged_claims = findings(results, against, machine)
+    print_findings(judged_claims, as_json)
+    sys.exit(CHECK_FAILED if has_bad_verdict(judged_claims) else 0)
 
 
 @click.command()
@@ -111,7 +111,7 @@ def compare(names: tuple[str, ...], results: Path, baseline: str | None, as_json
     Exit code 1: A and B cannot be compared. With --baseline, also 5: A does not train like the baseline; 8: A trains
     like the baseline, but slower.
     """
-    from papers.claims.baseline import print_held
+    from papers.claims.baseline import print_baseline_comparisons
     from papers.claims.compare import print_comparisons
 
     if baseline is None:
@@ -122,7 +122,7 @@ def compare(names: tuple[str, ...], results: Path, baseline: str | None, as_json
     if len(names) > 1:
         raise ValueError(f"expected at most one argument with --baseline, got {len(names)}")
     new = names[0] if names else str(results)
-    sys.exit(of_baseline(*print_held(baseline, new, results, as_json)))
+    sys.exit(of_baseline(*print_baseline_comparisons(baseline, new, results, as_json)))
 
 
 @click.command()
@@ -135,7 +135,7 @@ def report(results: Path, out: Path | None, profile: str | None, machine: str | 
     """Write one page of claims, figures and records, and review.md beside it, to paste into a review."""
     from papers.report import page
 
-    for path in page.write(results, out, profile, machine):
+    for path in page.write_report(results, out, profile, machine):
         print(path)
 
 
@@ -145,9 +145,9 @@ def report(results: Path, out: Path | None, profile: str | None, machine: str | 
 @click.option("--out", type=FILE, help="File to write the archive to; default: RESULTS/bundle.tar.gz.")
 def bundle(results: Path, out: Path | None) -> None:
     """Pack records, logs, figures, report and a manifest into one archive, without names of hosts and users."""
-    from papers.report.bundle import write
+    from papers.report.bundle import write_archive
 
-    print(write(results, out))
+    print(write_archive(results, out))
 
 
 @click.command()
@@ -161,9 +161,9 @@ def add(source: Path, results: Path) -> None:
     FILE is an archive that `bundle` wrote, FOLDER a folder of results. Exit code 2: a file is wrong, or no record is
     new; then nothing is written.
     """
-    from papers.report.add import add as taken
+    from papers.report.bundle import add_results
 
-    for line in taken(source, results):
+    for line in add_results(source, results):
         print(line)
 
 

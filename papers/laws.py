@@ -159,7 +159,7 @@ LAWS = (
 )
 
 
-def step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
+def published_step_seconds(method: str, workload: Workload, rates: Rates, window: int = 4) -> float:
     """Return the seconds of a published method's step. Only STRONGHOLD did other work at the same time as compute: its
     host updates ran during the next forward pass. STRONGHOLD updated the layers of one window, and the ends, on the
     device."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.base.checkout import ROOT
+from harness.base.json_object import JsonObject
 from harness.core import failures
 from harness.core.corpus_files import corpus_files
 from harness.core.job import Job
@@ -250,7 +251,7 @@ class Docker(Place):
             ordered.write_end(failure, running.events.fields())
         elif reported["OOMKilled"] and Record.read(path).status in ("killed", "crash"):
             replacement = failures.of_killed_child(end, Record.read(path).reason, "")
-        evidence: dict[str, Any] = {"docker": reported} if Record.read(path).status != "ok" else {}
+        evidence: JsonObject = {"docker": reported} if Record.read(path).status != "ok" else {}
         if exchange and exchange.other_names:
             evidence["left_in_container"] = exchange.other_names
         return place_record(path, self._facts(self.image.id), evidence, replacement)
@@ -331,7 +332,7 @@ class Running:
                 self.container.remove(force=True)
             raise Unavailable(engine_error(error)) from error
 
-    def follow(self, order: dict[str, Any]) -> None:
+    def follow(self, order: JsonObject) -> None:
         """Send the order to the container and read its events until the container has ended or end() must end it."""
         self.socket._sock.sendall((json.dumps(order) + "\n").encode())
         frames: queue.Queue[tuple[int, bytes]] = queue.Queue()
@@ -374,7 +375,7 @@ class Running:
         with contextlib.suppress(APIError):  # the container has ended meanwhile
             self.container.kill(number.name)
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> JsonObject:
         """End the container if it still runs, remove it, and return the engine's report on its last state."""
         from docker.errors import APIError
         from requests.exceptions import ConnectionError, Timeout

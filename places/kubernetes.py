@@ -21,12 +21,13 @@ import tarfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from harness.base.checkout import ROOT, install_extra
 from harness.base.foreign_file import NO_OTHER_FIELDS
+from harness.base.json_object import JsonObject
 from harness.core.job import Job
 from harness.core.method import Unavailable
 from harness.core.option import opt
@@ -35,7 +36,7 @@ from harness.devices import machine
 from harness.plan.run_time import deadline_seconds
 from harness.run.place import KeyedJobs, OrderedJob, Place, PlaceCall, Report
 from places.docker import PYTHON, READ, SCRATCH, WRITTEN, default_image, memory_limit
-from places.shared.cluster import killed, num_nodes, options_of, unavailable
+from places.shared.cluster import killed, num_nodes, place_options, unavailable
 from places.shared.container_user import CODE, USER
 from places.shared.kubernetes_api import CALL, JOBSET, LABEL, Cluster
 from places.shared.pods import INDEX, MAIN, PodJob
@@ -178,7 +179,7 @@ class Kubernetes(Place):
 
     @classmethod
     def of(cls, options: KubernetesSettings, call: PlaceCall) -> Kubernetes:
-        place = cls(options_of("kubernetes", options.kubernetes, PodOptions), call.device)
+        place = cls(place_options("kubernetes", options.kubernetes, PodOptions), call.device)
         if not call.is_dry_run:
             import_client()
             place.cluster  # noqa: B018 - connect now, before anything is planned
@@ -186,9 +187,9 @@ class Kubernetes(Place):
 
     @classmethod
     def asks_for_gpus(cls, options: KubernetesSettings) -> bool:
-        return bool(options_of("kubernetes", options.kubernetes, PodOptions).get("gpus"))
+        return bool(place_options("kubernetes", options.kubernetes, PodOptions).get("gpus"))
 
-    def __init__(self, options: dict[str, Any], device: str = "cpu") -> None:
+    def __init__(self, options: JsonObject, device: str = "cpu") -> None:
         self.options = {"image": default_image(device), "wait": WAIT_SECONDS, "nodes": 1, **options}
 
     @functools.cached_property
@@ -292,7 +293,7 @@ class Kubernetes(Place):
 
     def manifest(
         self, ordered: OrderedJob, code: PackedCode, labels: dict[str, str], has_jobsets: bool
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Return the documents of a job: the JobSet or Job, the ConfigMap with the order and the code and, for a Job
         with several pods, the Service by which the pods find one another. `labels`: the labels of all these objects;
         the label LABEL holds the job's name."""
@@ -300,7 +301,7 @@ class Kubernetes(Place):
         metadata = {"name": name, "labels": labels}
         pod = self._pod(ordered.job, name, nodes, has_jobsets)
         template = {"metadata": {"labels": labels}, "spec": pod}
-        spec: dict[str, Any] = {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed"}
+        spec: JsonObject = {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed"}
         spec |= {"backoffLimit": 0, "template": template}
         if has_jobsets:
             template = {"metadata": {"labels": labels}, "spec": spec}
@@ -324,7 +325,7 @@ class Kubernetes(Place):
         service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": headless}
         return [owner, config_map, *([service] if nodes > 1 and not has_jobsets else [])]
 
-    def _pod(self, job: Job, name: str, nodes: int, has_jobsets: bool) -> dict[str, Any]:
+    def _pod(self, job: Job, name: str, nodes: int, has_jobsets: bool) -> JsonObject:
         """Return the spec of a job's pods. In each pod, the first container unpacks the code, and the second container
         runs torchrun."""
         seconds = (job.budget.seconds or deadline_seconds(job)) + START_SECONDS
@@ -346,7 +347,7 @@ class Kubernetes(Place):
             **self._of_each_container(),
             "resources": {"requests": resources, "limits": resources},
         }
-        spec: dict[str, Any] = {
+        spec: JsonObject = {
             "restartPolicy": "Never",
             "activeDeadlineSeconds": math.ceil(seconds),
             "terminationGracePeriodSeconds": GRACE_SECONDS,
@@ -364,7 +365,7 @@ class Kubernetes(Place):
             spec["nodeSelector"] = {label: value}
         return spec
 
-    def _of_each_container(self) -> dict[str, Any]:
+    def _of_each_container(self) -> JsonObject:
         return {
             "image": self.options["image"],
             "imagePullPolicy": "IfNotPresent",
@@ -408,7 +409,7 @@ class Kubernetes(Place):
             time.sleep(POLL_SECONDS)
 
 
-def _variables(name: str, nodes: int, first_address: str) -> list[dict[str, Any]]:
+def _variables(name: str, nodes: int, first_address: str) -> list[JsonObject]:
     """Return the environment variables of a job's pods, as Kubernetes' JSON; by them torchrun finds the job's nodes.
     `first_address`: address of the first node."""
     variables = {

@@ -26,6 +26,7 @@ from pydantic import PositiveInt
 from harness.base.checkout import ROOT
 from harness.base.console import counted
 from harness.base.foreign_file import NO_OTHER_FIELDS
+from harness.base.json_object import JsonObject
 from harness.core import failures
 from harness.core.job import Job
 from harness.core.method import Unavailable
@@ -36,7 +37,15 @@ from harness.plan.run_time import deadline_seconds
 from harness.run.place import ORDERED, KeyedJobs, OrderedJob, Place, PlaceCall, Report
 from harness.run.ranks import merge_nodes
 from places.docker import PYTHON, job_mounts, memory_limit
-from places.shared.cluster import ClusterReport, complete, killed, late, num_nodes, options_of, out_of_memory
+from places.shared.cluster import (
+    ClusterReport,
+    complete,
+    killed,
+    late,
+    num_nodes,
+    out_of_memory,
+    place_options,
+)
 from places.shared.slurm_node import node_stem, perform_on_node
 
 POLL_SECONDS = 1.0
@@ -131,11 +140,11 @@ class Slurm(Place):
 
     @classmethod
     def of(cls, options: SlurmSettings, call: PlaceCall) -> Slurm:
-        return cls(options_of("slurm", options.slurm, Options))
+        return cls(place_options("slurm", options.slurm, Options))
 
     @classmethod
     def asks_for_gpus(cls, options: SlurmSettings) -> bool:
-        return bool(options_of("slurm", options.slurm, Options).get("gpus"))
+        return bool(place_options("slurm", options.slurm, Options).get("gpus"))
 
     def __init__(self, options: dict[str, Any]) -> None:
         for command in ("sbatch", "srun", "scontrol"):
@@ -179,7 +188,7 @@ class Slurm(Place):
                 self._wait(ids, report, CANCEL_SECONDS)
             for ordered in ordered_jobs[len(ids) :]:
                 Path(f"{ordered.stem}.txt").unlink()
-            states = states_of(ids)
+            states = slurm_states(ids)
             submitted = zip(ordered_jobs, ids, strict=False)
             paths = [self._complete(ordered, number, states[number], logs) for ordered, number in submitted]
             shutil.rmtree(logs, ignore_errors=True)
@@ -228,7 +237,7 @@ class Slurm(Place):
             f"--container-workdir={ROOT}",
         ]
 
-    def _submit(self, job: Job, order: dict[str, Any], results: Path, logs: Path) -> str:
+    def _submit(self, job: Job, order: JsonObject, results: Path, logs: Path) -> str:
         from submitit import SlurmExecutor
         from submitit.core.utils import FailedJobError
 
@@ -251,14 +260,14 @@ class Slurm(Place):
         """Wait at most `seconds` until all jobs have ended. Report each change of a job's state."""
         reported_text, deadline = "", time.monotonic() + seconds
         while True:
-            names = [state.name for state in states_of(ids).values()]
+            names = [state.name for state in slurm_states(ids).values()]
             text = ", ".join(
                 f"{names.count(name)} {name.lower() or 'unknown'}" for name in sorted(set(names))
             )
             if text != reported_text:
                 reported_text = text
                 report({"event": "wait", "text": f"{counted(len(ids), 'job')} under Slurm: {text}"})
-            if time.monotonic() > deadline or all(state.is_final for state in states_of(ids).values()):
+            if time.monotonic() > deadline or all(state.is_final for state in slurm_states(ids).values()):
                 return
             time.sleep(POLL_SECONDS)
 
@@ -296,7 +305,7 @@ def end_of_job(state: SlurmState, phase: str, limit_bytes: int) -> failures.Fail
     return failures.of_process(failures.End(phase, int(code or 0)))
 
 
-def states_of(ids: list[str]) -> dict[str, SlurmState]:
+def slurm_states(ids: list[str]) -> dict[str, SlurmState]:
     """Return the state of each job, by its number.
 
     The states come from sacct, whose output submitit parses. If Slurm keeps no accounts, sacct gives no states; then

@@ -18,9 +18,9 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from harness.base.child_process import interrupt_here
+from harness.base.json_object import JsonObject
 from harness.core import failures, method
 from harness.core.job import Job
 from harness.core.method import Unavailable
@@ -98,7 +98,7 @@ class Torchrun(Place):
             raise KeyboardInterrupt
         return path
 
-    def _begin_together(self, order: dict[str, Any], peers: list[Peer], source: str) -> str:
+    def _begin_together(self, order: JsonObject, peers: list[Peer], source: str) -> str:
         """Send the order to the other nodes. If no node refuses the order, let all nodes begin. Return the reasons of
         the nodes that refuse; empty if no node refuses."""
         for peer in peers:
@@ -119,14 +119,14 @@ class Peer:
         self.host = host
         self.read, self.write = connection.makefile("r"), connection.makefile("w")
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, message: JsonObject) -> None:
         try:
             self.write.write(json.dumps(message) + "\n")
             self.write.flush()
         except OSError:
             pass
 
-    def hear(self) -> dict[str, Any]:
+    def hear(self) -> JsonObject:
         try:
             return dict(json.loads(self.read.readline() or "{}"))
         except (OSError, ValueError):
@@ -190,14 +190,14 @@ def follow_first_node(first_node: Peer, node: int, folders: tuple[Path, ...]) ->
 
 
 def perform_beside(
-    order: dict[str, Any], peers: list[Peer], report: Report = lambda event: None
-) -> tuple[list[dict[str, Any]], bool]:
+    order: JsonObject, peers: list[Peer], report: Report = lambda event: None
+) -> tuple[list[JsonObject], bool]:
     """Run this node's part of an order, and exchange records with the peers, which run the other parts.
 
     If a peer fails or is gone, this node's part is interrupted. Return the peers' messages ({} for a peer that is gone)
     and a flag: True if the user interrupted the run.
     """
-    peer_messages: list[dict[str, Any]] = [{} for _ in peers]
+    peer_messages: list[JsonObject] = [{} for _ in peers]
     lock, is_running, is_stopped, is_interrupted = threading.Lock(), True, False, False
 
     def listen(index: int, peer: Peer) -> None:

@@ -36,8 +36,8 @@ def added(tmp_path: Path) -> list[str]:
     (tmp_path / "ten.yaml").write_text(CLAIM)
     case.REGISTRY.add([tmp_path])
     try:
-        used = profile.make("demo", None, ("l2l",), FACTS)
-        jobs = [resolve(job)[0] for job in case.load(11).jobs(used, {})]
+        used = profile.make_profile("demo", None, ("l2l",), FACTS)
+        jobs = [resolve(job)[0] for job in case.load_case(11).jobs(used, {})]
     finally:
         case.REGISTRY.forget()
     seconds = {"resident": 1.0, "l2l": 2.0}
@@ -66,7 +66,9 @@ def test_a_claim_of_any_file_is_judged_and_the_next_call_knows_nothing_of_it(
 ) -> None:
     done = run("verify", *added, "--claims", tmp_path / "ten.yaml")
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "SIMULATED: 1 of 1: 11.resident-first"
-    assert 11 not in case.numbers() and "11.resident-first" not in {claim.id for claim in claims.load()}
+    assert 11 not in case.numbers() and "11.resident-first" not in {
+        claim.id for claim in claims.load_claims()
+    }
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from papers.claims import claims
 from papers.figures.points import load_frame
 from papers.report import bundle
 from places import slurm
-from places.shared.cluster import PLAIN_TEXT, options_of
+from places.shared.cluster import PLAIN_TEXT, place_options
 from tests.support import cli, records
 from tests.support.fuzz import TEXTS, broken, changed, fuzzed, texts
 from tests.support.tiny import TINY, WORDS
@@ -171,7 +171,7 @@ def test_a_request_to_slurm_is_plain_words_or_refused_in_a_line(
     file.write_bytes(as_yaml(choice, REQUEST))
     try:
         words = (str(file), *choice.draw(st.lists(texts, max_size=1)))
-        options = options_of("slurm", words, slurm.Options)
+        options = place_options("slurm", words, slurm.Options)
     except ValueError as error:
         assert str(error)
         return

@@ -39,8 +39,8 @@ LONGER = {
     "methods/fsdp2_offload.py::Fsdp2Offload.train": "a method's loop",
     "methods/stronghold.py::Stronghold.train": "a method's loop",
     "methods/pipeline/pipeline.py::Varuna.__init__": "as the original Varuna's users call it",
-    "papers/report/page.py::gather": "the values of one template",
-    "cases/_morphs.py::play": "one schedule of machines that come and go, in the order of time",
+    "papers/report/page.py::template_values": "the values of one template",
+    "cases/_morphs.py::run_morphing_job": "one schedule of machines that come and go, in the order of time",
 }
 WIDER = {
     "harness/base/console.py::print_table": "a title and three ways to print, each with a default",

@@ -18,14 +18,14 @@ from harness.base.json_object import JsonObject
 from harness.base.whole_file import own_folder
 from harness.core import log_lines, method
 from harness.core.failures import Failure
-from harness.core.job import Job, Plan, Workload
+from harness.core.job import Job, Plan
 from harness.core.record import Gate, Record, new_stem, read_all
 from harness.devices import device_lock, machine
 from harness.devices.room import room_of
 from harness.gate import probe
 from harness.gate.court import ProbeTraining, is_peer, judge_run, reference_of, train_twins
 from harness.gate.probe import LEFT_OUT, Extent, Probe, extent_beneath
-from harness.models import weight_files
+from harness.jobs.job_key import files_read_by, method_context, method_identity
 from harness.plan.fit import Planned, most_layers, resolve
 from harness.plan.run_time import probe_seconds, run_seconds
 from harness.run.launch import Report, launch
@@ -368,31 +368,3 @@ class Sweep:
 def _foretell_run(job: Job, plan: Plan) -> JsonObject:
     """Return what the progress lines foretell of a job that the call did not ask for: the seconds of its run."""
     return {"run_seconds": run_seconds(job, plan, room_of(job).rates)}
-
-
-def files_read_by(job: Job) -> tuple[Workload, int] | None:
-    """Return the workload and the number of samples of a job that reads a corpus or weights from files; else None."""
-    load = job.workload
-    return None if load.corpus is load.weights is None else (load, job.steps * load.batch_size)
-
-
-def method_identity(job: Job, folders: tuple[Path, ...] = ()) -> dict[str, str]:
-    """Return the facts that a job's key contains because of its method's options, such as the hash of an archive."""
-    return method.create(job.method, job.options, folders).identity()
-
-
-def method_context(
-    method_name: str, files: tuple[Workload, int] | None, folders: tuple[Path, ...] = ()
-) -> dict[str, str]:
-    """Return the facts on which a measurement depends beside its job, so that a changed file changes the job's key. The
-    facts are a hash of the method's source, hashes of the files that the job reads, and facts of this
-    machine. `files`: what files_read_by() returns for the job."""
-    facts = {"source": method.source_hash(method_name, folders), "corpus": "", **machine.compared_facts()}
-    load, num_samples = files or (None, 0)
-    if load and load.corpus is not None:
-        from harness.core.data import corpus_hash
-
-        facts["corpus"] = corpus_hash(load, num_samples)
-    if load and load.weights is not None:
-        facts["weights"] = weight_files.files_hash(load.weights)
-    return facts

@@ -26,9 +26,9 @@ from papers.figures.point import METRICS
 
 FOLDER = ROOT / "claims"
 PAPER_MACHINE = named_machines.PUBLISHED
-MACHINES = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # kinds of machines that a claim can be about
+MACHINE_KINDS = ("any", "gpu", "several-gpus", PAPER_MACHINE)  # kinds of machines that a claim can be about
 REGISTRY = Registry("claim", FOLDER)  # if claims are added, they replace this project's
-AXES = ("num_layers", "window_size")  # fields of a point that may be the axis of a shape
+SHAPE_AXES = ("num_layers", "window_size")  # fields of a point that may be the axis of a shape
 # words that a claim may use for the largest and the smallest measured window
 EXTREMES = ("largest", "smallest")
 IDENTIFIER = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
@@ -68,7 +68,7 @@ def has_one_of(*names: str) -> Any:
     return model_validator(mode="after")(check)
 
 
-def _count(value: Any, or_else: str = "") -> int:
+def _positive_integer(value: Any, or_else: str = "") -> int:
     """Return a positive integer that is written in digits only; int() would also accept 1_000 and +1. `or_else`:
     further text of the error."""
     if not re.fullmatch("[1-9][0-9]{0,8}", str(value)):
@@ -76,26 +76,26 @@ def _count(value: Any, or_else: str = "") -> int:
     return int(value)
 
 
-def _window(value: Any) -> Any:
-    return value if value in (None, *EXTREMES) else _count(value, f", {' or '.join(EXTREMES)}")
+def _window_or_extreme(value: Any) -> Any:
+    return value if value in (None, *EXTREMES) else _positive_integer(value, f", {' or '.join(EXTREMES)}")
 
 
 Text = Annotated[str, expect("text", str.strip), AfterValidator(lambda text: " ".join(text.split()))]
-Count = Annotated[int, BeforeValidator(_count)]
+PositiveCount = Annotated[int, BeforeValidator(_positive_integer)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
 ASCENDING = expect("a range [low, high] with low < high", lambda pair: pair[0] < pair[1])
-STRICT = ConfigDict(extra="forbid")
+NO_UNKNOWN_FIELDS = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=NO_UNKNOWN_FIELDS)
 class Point:
     """Selects a row of a case's table by its fields. A field of None matches any value."""
 
     method: Annotated[str, one_of_those(method.names)]
-    num_layers: Count | None = None
-    hidden_size: Count | None = None
-    window_size: Annotated[int | str | None, BeforeValidator(_window)] = None
+    num_layers: PositiveCount | None = None
+    hidden_size: PositiveCount | None = None
+    window_size: Annotated[int | str | None, BeforeValidator(_window_or_extreme)] = None
     series: Text = ""
 
     @model_validator(mode="before")
@@ -113,7 +113,7 @@ AS_LIST = BeforeValidator(lambda value: value if isinstance(value, list | tuple)
 Group = Annotated[tuple[Point, ...], AS_LIST]
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=NO_UNKNOWN_FIELDS)
 class Order:
     """A claim that values fall from one group of points to the next. Within a group, no order is claimed."""
 
@@ -131,7 +131,7 @@ class Order:
         return " > ".join(" or ".join(map(str, group)) for group in self.points)
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=NO_UNKNOWN_FIELDS)
 class Ratio:
     over: Point
     under: Point
@@ -153,13 +153,13 @@ class Ratio:
         return f"{self.over} / {self.under} {_range_text(*self.bounds)}"
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=NO_UNKNOWN_FIELDS)
 class Plateau:
     gain: Positive
     num_points: Annotated[int, Field(gt=1, lt=10**9)]
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=NO_UNKNOWN_FIELDS)
 class Shape:
     """A claim on the shape of values along an axis: a power law, fitted to at least four points, or a plateau.
 
@@ -168,7 +168,7 @@ class Shape:
     """
 
     of: Point
-    against: Annotated[str, one_of(AXES)]
+    against: Annotated[str, one_of(SHAPE_AXES)]
     exponent: Annotated[tuple[Finite, Finite], ASCENDING] | None = None
     plateau: Plateau | None = None
     _has_one_shape = has_one_of("exponent", "plateau")
@@ -189,7 +189,7 @@ class Shape:
         return f"the last {self.min_points} or more of {self.against} gain at most {self.plateau.gain:.0%}"
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=NO_UNKNOWN_FIELDS)
 class Value:
     of: Point
     value: Positive
@@ -205,10 +205,10 @@ class Value:
 
 
 Expected = Order | Ratio | Shape | Value
-KINDS: dict[str, Any] = {"order": Order, "ratio": Ratio, "shape": Shape, "value": Value}
+CLAIM_KINDS: dict[str, Any] = {"order": Order, "ratio": Ratio, "shape": Shape, "value": Value}
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True, config=NO_UNKNOWN_FIELDS)
 class Claim:
     id: Annotated[
         str, expect("small letters, digits, dots and dashes such as size-order", IDENTIFIER.fullmatch)
@@ -217,7 +217,7 @@ class Claim:
     source: Text  # the figure, table or page of the paper
     case: Annotated[int, one_of_those(case.numbers)]
     metric: Annotated[str, one_of(METRICS)]
-    machines: Annotated[tuple[Annotated[str, one_of(MACHINES)], ...], expect("one machine or more", len)]
+    machines: Annotated[tuple[Annotated[str, one_of(MACHINE_KINDS)], ...], expect("one machine or more", len)]
     expected: Expected
     xfail: Text = ""  # the known reason why the claim does not hold here; empty: it should hold
 
@@ -239,22 +239,22 @@ class Claim:
 
 
 # fields that claims of every kind have
-COMMON = {field.name for field in dataclasses.fields(Claim)} - {"expected"}
+COMMON_FIELDS = {field.name for field in dataclasses.fields(Claim)} - {"expected"}
 
 
-def load(*places: Path) -> list[Claim]:
+def load_claims(*places: Path) -> list[Claim]:
     """Return the claims of these files and folders. Without arguments, return the added claims or, if none were added,
     this project's. Raises ValueError with one line of text for an invalid file."""
     claims: dict[str, Claim] = {}
     for place in places or REGISTRY.added_paths or [FOLDER]:
-        for path, claim in _of_place(place):
+        for path, claim in _claims_of_place(place):
             if claim.id in claims:
                 raise ValueError(f"{path.parent}: claim {claim.id}: the id is taken; try another")
             claims[claim.id] = claim
     return list(claims.values())
 
 
-def _of_place(place: Path) -> Iterator[tuple[Path, Claim]]:
+def _claims_of_place(place: Path) -> Iterator[tuple[Path, Claim]]:
     paths = sorted(place.glob("*.yaml")) if place.is_dir() else [place]
     if not paths:
         raise ValueError(f"{place} holds no claims: expected *.yaml files as in {FOLDER.name}/")
@@ -269,26 +269,31 @@ def _load_file(path: Path) -> list[Claim]:
         raise ValueError(f"{path} is not a file of claims: {' '.join(str(error).split())}") from error
     if not (isinstance(data, dict) and set(data) == {"claims"} and isinstance(data["claims"], list)):
         raise ValueError(f"{path} is not a file of claims: expected one key, claims, with a list")
-    return [_claim(path, number, item) for number, item in enumerate(data["claims"], start=1)]
+    entries = enumerate(data["claims"], start=1)
+    return [_checked_claim(path, number, claim_fields) for number, claim_fields in entries]
 
 
-def _claim(path: Path, number: int, item: Any) -> Claim:
-    name = str(number)
+def _checked_claim(path: Path, number: int, claim_fields: Any) -> Claim:
+    claim_name = str(number)
     try:
-        if not isinstance(item, dict):
-            raise ValueError(f"expected a mapping of fields, got {item!r:.80}")
-        name = item["id"] if IDENTIFIER.fullmatch(str(item.get("id"))) else name
-        kind, common = item.get("kind"), {key: item[key] for key in COMMON & set(item)}
-        if not isinstance(kind, str) or kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r:.80}")
-        fields = {key: value for key, value in item.items() if key not in COMMON | {"kind"}}
-        known = [field.name for field in dataclasses.fields(KINDS[kind])]
-        unknown = fields.keys() - set(known)
-        if unknown:
-            raise ValueError(f"{min(unknown)!r}: expected one of the fields {', '.join(known)}")
-        return checked(Claim, common | {"expected": checked(KINDS[kind], fields)})
+        if not isinstance(claim_fields, dict):
+            raise ValueError(f"expected a mapping of fields, got {claim_fields!r:.80}")
+        if IDENTIFIER.fullmatch(str(claim_fields.get("id"))):
+            claim_name = claim_fields["id"]
+        kind = claim_fields.get("kind")
+        common = {key: claim_fields[key] for key in COMMON_FIELDS & set(claim_fields)}
+        if not isinstance(kind, str) or kind not in CLAIM_KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(CLAIM_KINDS)}, got {kind!r:.80}")
+        own_fields = {
+            key: value for key, value in claim_fields.items() if key not in COMMON_FIELDS | {"kind"}
+        }
+        known_names = [field.name for field in dataclasses.fields(CLAIM_KINDS[kind])]
+        unknown_names = own_fields.keys() - set(known_names)
+        if unknown_names:
+            raise ValueError(f"{min(unknown_names)!r}: expected one of the fields {', '.join(known_names)}")
+        return checked(Claim, common | {"expected": checked(CLAIM_KINDS[kind], own_fields)})
     except ValueError as error:
-        raise ValueError(f"{path}: claim {name}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path}: claim {claim_name}: {' '.join(str(error).split())}") from error
 
 
 def _range_text(least: float, most: float) -> str:

@@ -8,11 +8,11 @@ import textwrap
 from harness.core.record import Record
 from papers.figures import points
 
-UNSAID = "not said"
+NOT_SAID = "not said"
 COLUMNS = ("implementation", "model", "attention", "optimizer", "precision", "recompute", "clipping")
 
 
-def rows(records: list[Record]) -> list[dict[str, str]]:
+def fairness_rows(records: list[Record]) -> list[dict[str, str]]:
     """Return one row for each combination of method, options and dtype, from the newest record that trained."""
     frame, alike = points.record_frame(records), ["method", "options", "dtype"]
     trained = frame[(frame["status"] == "ok") & (frame["origin"] == "run")]
@@ -20,17 +20,17 @@ def rows(records: list[Record]) -> list[dict[str, str]]:
     return [
         {
             "method": f"{name} {dtype}" + (f" ({options})" if options else ""),
-            **{column: record.description.get(column, UNSAID) for column in COLUMNS},
-            "version": _version(record),
+            **{column: record.description.get(column, NOT_SAID) for column in COLUMNS},
+            "version": _version_of_implementation(record),
             "kernels seen": ", ".join(record.kernels) or "not watched",
             "data": f"{record.data_sha256[:8]}, in order",
             "gate": record.gate.verdict,
         }
-        for name, options, dtype, record in newest[[*alike, points.RECORD]].itertuples(index=False)
+        for name, options, dtype, record in newest[[*alike, points.RECORD_COLUMN]].itertuples(index=False)
     ]
 
 
-def _version(record: Record) -> str:
+def _version_of_implementation(record: Record) -> str:
     """Return the version of the package that implements the method; if no known package does, return this project's
     commit."""
     implementation = record.description.get("implementation", "")
@@ -40,7 +40,7 @@ def _version(record: Record) -> str:
     return f"{package} {record.software.get(package)}"
 
 
-def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
+def column_answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return, for each column, its different values (answers), each with the methods that have this value. A table with
     all columns side by side would be too wide for a page.
 
@@ -57,20 +57,20 @@ def answers(table_rows: list[dict[str, str]]) -> list[dict[str, str]]:
     for aspect in table.columns.drop("method"):
         varies = table.groupby(method)[aspect].transform("nunique") > 1
         for answer, names in method.mask(varies, table["method"]).groupby(table[aspect], sort=False):
-            if answer != UNSAID:
+            if answer != NOT_SAID:
                 who = f"all {len(table)}" if len(names) == len(table) else ", ".join(names.unique())
                 rows.append({"what": aspect, "answer": str(answer), "methods": who})
-    unsaid = (table == UNSAID).any(axis=1)
+    unsaid = (table == NOT_SAID).any(axis=1)
     if unsaid.any():
         row = {"what": "what is not said", "answer": "a method tells it by describe()"}
         rows.append({**row, "methods": ", ".join(method[unsaid].unique())})
     return rows
 
 
-def lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
+def fairness_lines(table_rows: list[dict[str, str]], width: int) -> list[str]:
     """Return the table as lines of text: each column's name as a heading, followed by its answers."""
     texts: list[str] = []
-    for row in answers(table_rows):
+    for row in column_answers(table_rows):
         texts += [row["what"]] * (row["what"] not in texts)
         texts += _wrapped(f"{row['answer']}: {row['methods']}", width)
     return texts

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from harness.base.checkout import ROOT
 from harness.base.imported_file import errors_in_one_line, guard
+from harness.base.json_object import JsonObject
 from harness.base.registry import FileRegistry
 from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
@@ -27,7 +28,7 @@ from papers.figures import plot, points, profile
 from papers.figures.point import METRICS, FigureRow, machine_of, row_of
 from papers.figures.profile import PUBLISHED_WINDOW, CaseProfile
 
-PUBLISHED = ROOT / "claims" / "published.csv"  # a line for each published run that a figure draws
+PUBLISHED_RUNS_FILE = ROOT / "claims" / "published.csv"  # a line for each published run that a figure draws
 PUBLISHED_MACHINE = {"gpu": "V100-32GB, virtual machine"}
 
 
@@ -65,10 +66,10 @@ class Case(ABC):
 
     def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return the case's measured rows, in the order of the figure."""
-        return points.points(self.metric, records, self.jobs(case_profile, {}))
+        return points.rows_of_jobs(self.metric, records, self.jobs(case_profile, {}))
 
     def measure(  # noqa: B027  most cases measure nothing besides runs
-        self, case_profile: CaseProfile, results: Path, report: Callable[[dict[str, Any]], None]
+        self, case_profile: CaseProfile, results: Path, report: Callable[[JsonObject], None]
     ) -> None:
         """Measure what the figure shows besides training runs, and write it to a file in the folder of results; do
         nothing if that file is there."""
@@ -107,15 +108,15 @@ class Cases(FileRegistry[int]):
         case. Raises ValueError if a file does not load."""
         super().add(places)
         for number in numbers():
-            load(number)
+            load_case(number)
 
 
-def _number(stem: str) -> int | None:
+def _number_of_file(stem: str) -> int | None:
     match = re.fullmatch(r"case(\d{1,6})", stem)
     return int(match[1]) if match else None
 
 
-REGISTRY = Cases("case", "cases", _number)
+REGISTRY = Cases("case", "cases", _number_of_file)
 
 
 def numbers() -> list[int]:
@@ -124,17 +125,17 @@ def numbers() -> list[int]:
 
 def numbers_of_all() -> list[int]:
     """Return the numbers of the cases that `case all` includes."""
-    return [number for number in numbers() if load(number).in_all]
+    return [number for number in numbers() if load_case(number).in_all]
 
 
-def call(number: int, profile_name: str = "") -> str:
+def case_command(number: int, profile_name: str = "") -> str:
     """Return the command that runs a case; with --cases, if the case's file is not in cases/."""
-    command = profile.call(number, profile_name) if profile_name else f"./run.sh case {number}"
+    command = profile.profile_command(number, profile_name) if profile_name else f"./run.sh case {number}"
     folder = REGISTRY.files()[number].parent
     return command if folder == REGISTRY.project_path else f"{command} --cases {shlex.quote(str(folder))}"
 
 
-def load(number: int) -> Case:
+def load_case(number: int) -> Case:
     """Return the case with this number. Raises ValueError if its file does not load, or if metric, methods or jobs() is
     missing."""
     path = REGISTRY.files()[number]
@@ -151,30 +152,30 @@ def load(number: int) -> Case:
         return case_class()
 
 
-def profile_of(name: str | None, on: str | None, facts: dict[str, Any] | None = None) -> CaseProfile:
+def profile_of(name: str | None, machine_name: str | None, facts: JsonObject | None = None) -> CaseProfile:
     """Return the profile with this name; None: this machine's default profile.
 
-    The profile's memory sizes are those of the machine named `on`. If `on` is None, they are those in `facts`, which
+    The profile's memory sizes are those of the machine `machine_name`. If it is None, they are those in `facts`, which
     come from a record; if `facts` is None, too, they are those of this machine.
     """
     if facts is None:
-        drop = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
-        facts = {key: value for key, value in machine.facts().items() if key not in drop}
-    methods = {name for number in numbers() for name in load(number).searches}
-    return profile.make(name or ("quick" if "gpu" in facts else "demo"), on, methods, facts)
+        unusable = () if machine.devices()[0] == "cuda" else ("gpu", "gpu_bytes")
+        facts = {key: value for key, value in machine.facts().items() if key not in unusable}
+    methods = {name for number in numbers() for name in load_case(number).searches}
+    return profile.make_profile(name or ("quick" if "gpu" in facts else "demo"), machine_name, methods, facts)
 
 
-def possible(wanted: Iterable[tuple[str, str | None]], facts: dict[str, Any]) -> Iterator[CaseProfile]:
+def possible_profiles(wanted: Iterable[tuple[str, str | None]], facts: JsonObject) -> Iterator[CaseProfile]:
     """Yield a profile for each pair of a profile's name and a machine's name. A profile that cannot be made from these
     facts is left out: sizes for a GPU need a GPU, for example."""
-    for name, on in wanted:
+    for name, machine_name in wanted:
         with contextlib.suppress(ValueError, KeyError):
-            yield profile_of(name, on, facts)
+            yield profile_of(name, machine_name, facts)
 
 
-def any_of(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> bool:
+def has_run_of(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> bool:
     """True if one of the records is a run of this case in this profile."""
-    profiles = load(number).profiles(case_profile)
+    profiles = load_case(number).profiles(case_profile)
     return any(_is_run_of(profiles, record) for record in records)
 
 
@@ -182,22 +183,26 @@ def _is_run_of(profiles: Sequence[CaseProfile], record: Record) -> bool:
     return record.origin == "run" and any(profile.is_of(record.job) for profile in profiles)
 
 
-def is_of(case_profile: CaseProfile, job: Job) -> bool:
+def has_job(case_profile: CaseProfile, job: Job) -> bool:
     """True if a case has this job in this profile; the job's depth and method do not matter."""
-    profiles = (profile for number in numbers() for profile in load(number).profiles(case_profile))
+    profiles = (profile for number in numbers() for profile in load_case(number).profiles(case_profile))
     return any(profile.is_of(job) for profile in profiles)
 
 
-def select(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> list[Record]:
+def select_runs(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> list[Record]:
     """Return the runs that a case may read in this profile, oldest first.
 
     If a method, by one release of its engine, has runs by its present code, its other runs are left out; if not, those
     by other code than its newest run. Raises ValueError if the runs are of several machines.
     """
-    profiles = load(number).profiles(case_profile)
+    profiles = load_case(number).profiles(case_profile)
     runs = [record for record in records if _is_run_of(profiles, record)]
-    fresh = {points.trainer(record) for record in runs if points.is_current(record)}
-    runs = [record for record in runs if points.trainer(record) not in fresh or points.is_current(record)]
+    current_trainers = {points.trainer_of(record) for record in runs if points.is_current(record)}
+    runs = [
+        record
+        for record in runs
+        if points.is_current(record) or points.trainer_of(record) not in current_trainers
+    ]
     runs = points.of_newest_code(runs)
     machines = {machine_of(record) for record in runs}
     if len(machines) > 1:
@@ -208,13 +213,13 @@ def select(number: int, case_profile: CaseProfile, records: Sequence[Record]) ->
     return runs
 
 
-def measured(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
+def measured_rows(number: int, case_profile: CaseProfile, records: Sequence[Record]) -> list[FigureRow]:
     """Return a case's measured rows, from those records that the case may read."""
-    return load(number).table(select(number, case_profile, records), case_profile)
+    return load_case(number).table(select_runs(number, case_profile, records), case_profile)
 
 
 @functools.cache
-def published(number: int) -> list[FigureRow]:
+def published_rows(number: int) -> list[FigureRow]:
     """Return the published rows of a case.
 
     A row's value is the median of iterations 11 to 50 in the log of one process. One run was killed: its value is that
@@ -222,8 +227,10 @@ def published(number: int) -> list[FigureRow]:
     """
     import pandas
 
-    frame, rows = pandas.read_csv(PUBLISHED, dtype=str, keep_default_na=False), []
-    for run in frame[frame["cases"].str.split().map(lambda cases: str(number) in cases)].itertuples():
+    frame = pandas.read_csv(PUBLISHED_RUNS_FILE, dtype=str, keep_default_na=False)
+    is_of_case = frame["cases"].str.split().map(lambda cases: str(number) in cases)
+    rows = []
+    for run in frame[is_of_case].itertuples():
         options = {"window_size": int(run.window_size)} if run.window_size else {}
         job = Job(
             run.method, Workload(num_layers=int(run.num_layers)), options, device="cuda", steps=1, warmup=0
@@ -240,64 +247,65 @@ def published(number: int) -> list[FigureRow]:
             step_seconds=[float(run.step_ms) / 1000],
             gate=gate,
         )
-        rows.append(dataclasses.replace(row_of(load(number).metric, [record]), keys=()))
+        rows.append(dataclasses.replace(row_of(load_case(number).metric, [record]), keys=()))
     return rows
 
 
-def table(
+def figure_rows(
     number: int, case_profile: CaseProfile, records: Sequence[Record], results: Path | None = None
 ) -> list[FigureRow]:
     """Return our rows of a case, measured and simulated. `results`: the folder of the records, which may hold files
     from which a case makes further rows; None: no such rows. Raises ValueError if there is no measured row, or if the
     rows have several machines or windows."""
-    its_case, rows = load(number), measured(number, case_profile, records)
+    this_case, rows = load_case(number), measured_rows(number, case_profile, records)
     if not rows:
         raise ValueError(
-            f"no record of profile {case_profile.name} here; try {call(number, case_profile.name)} first"
+            f"no record of profile {case_profile.name} here; try {case_command(number, case_profile.name)} first"
         )
     windows = {row.window_size for row in rows if row.status == "ok" and row.window_size}
-    if len(windows) > 1 and its_case.axis != "window_size":
+    if len(windows) > 1 and this_case.axis != "window_size":
         raise ValueError(
             f"case {number}: expected runs of one window size, got {', '.join(map(str, sorted(windows)))}"
         )
     if results:
-        rows = [*rows, *its_case.beside(rows, case_profile, results)]
-    return [*rows, *its_case.simulated(rows)]
+        rows = [*rows, *this_case.beside(rows, case_profile, results)]
+    return [*rows, *this_case.simulated(rows)]
 
 
-def table_of_any_runs(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
+def rows_of_any_runs(number: int, records: Sequence[Record], where: Sequence[str] = ()) -> list[FigureRow]:
     """Return our rows of a case, made from any runs: runs by hand, of any sizes, and imported logs. `where` selects
     records by texts NAME=VALUE.
 
     Runs by other code than their method's newest run are left out. All runs of a figure must have the same machine,
-    device, dtype, sizes of a step and budget (points.ALIKE). Raises ValueError if they differ, or if there is no row.
-    The case's pick() chooses the rows that its figure shows. If runs of a method differ in their window, cases about
-    windows or largest sizes use all runs, and other cases use those with the published window.
+    device, dtype, sizes of a step and budget (points.FACTS_OF_FIGURE). Raises ValueError if they differ, or if there is
+    no row. The case's pick() chooses the rows that its figure shows. If runs of a method differ in their window, cases
+    about windows or largest sizes use all runs, and other cases use those with the published window.
     """
-    its_case, values = load(number), points.choices(where)
-    if not its_case.picks:
+    this_case, values = load_case(number), points.selected_values(where)
+    if not this_case.picks:
         raise ValueError(
-            f"case {number}: expected --profile, because this case draws only its own runs; try {call(number)} first"
+            f"case {number}: expected --profile, because this case draws only its own runs; try"
+            f" {case_command(number)} first"
         )
-    results = [record for record in records if record.job.method in its_case.methods and record.is_result]
-    selected = [record for record in results if points.is_chosen(record, values)]
+    results = [record for record in records if record.job.method in this_case.methods and record.is_result]
+    selected = [record for record in results if points.has_selected_values(record, values)]
     runs = points.of_newest_code(selected)
     if num_others := len(selected) - len(runs):
-        others = f"{num_others} of {len(selected)} runs left out"
-        print(f"case {number}: {others}: made by other code than their method's newest run", file=sys.stderr)
+        text = f"{num_others} of {len(selected)} runs left out: made by other code than their method's newest run"
+        print(f"case {number}: {text}", file=sys.stderr)
     if not runs:
         selection = f" with {' and '.join(where)}" if where else ""
-        names = ", ".join(its_case.methods)
+        names = ", ".join(this_case.methods)
         raise ValueError(
-            f"no record of {names}{selection} in these results; try {call(number)}, or a run with -m"
+            f"no record of {names}{selection} in these results; try {case_command(number)}, or a run with -m"
         )
-    facts = [points.facts(record) for record in runs]
-    points.check_alike(number, {name: [fact[name] for fact in facts] for name in points.ALIKE})
-    rows = points.points(its_case.metric, runs)
-    is_of_one_window = its_case.axis != "window_size" and its_case.metric != "params"
+    facts = [points.record_facts(record) for record in runs]
+    points.check_alike(number, {name: [fact[name] for fact in facts] for name in points.FACTS_OF_FIGURE})
+    rows = points.rows_of_jobs(this_case.metric, runs)
+    is_of_one_window = this_case.axis != "window_size" and this_case.metric != "params"
     if is_of_one_window and any(row.window_size == PUBLISHED_WINDOW for row in rows):
         rows = [row for row in rows if row.window_size in (None, PUBLISHED_WINDOW)]
-    picked = its_case.pick(rows)
+    picked = this_case.pick(rows)
     if is_of_one_window:
         windows = [str(row.window_size) for row in picked if row.status == "ok" and row.window_size]
         points.check_alike(number, {"window_size": windows})

@@ -39,7 +39,9 @@ def extract(
 ) -> Path:
     """Write the CSV of a case: our rows, then the published rows. Return its path. Raises ValueError if we have no
     row."""
-    return write_rows(number, case_profile.name, case.table(number, case_profile, records, results), out)
+    return write_rows(
+        number, case_profile.name, case.figure_rows(number, case_profile, records, results), out
+    )
 
 
 def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> Path:
@@ -47,7 +49,7 @@ def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> 
     or the word that replaces it in the file's name."""
     import pandas
 
-    all_rows = [*rows, *case.published(number)]
+    all_rows = [*rows, *case.published_rows(number)]
     frame = pandas.DataFrame([vars(row) for row in all_rows], columns=COLUMNS, dtype=object)
     frame["keys"] = frame["keys"].map(" ".join)
     frame["steps"] = frame["steps"].map(lambda steps: " ".join(map(str, steps)))
@@ -55,13 +57,13 @@ def write_rows(number: int, name: str, rows: Sequence[FigureRow], out: Path) -> 
     frame.insert(1, "profile", name)
     out.mkdir(parents=True, exist_ok=True)
     path = Path(f"{stem(number, name, out)}.csv")
-    cells = pandas.read_csv(io.StringIO(_csv(frame)), dtype=str, keep_default_na=False)
-    cells["check"] = [_check(line) for line in cells.to_dict("records")]
+    cells = pandas.read_csv(io.StringIO(_csv_text(frame)), dtype=str, keep_default_na=False)
+    cells["check"] = [_line_hash(line) for line in cells.to_dict("records")]
     write_whole(path, cells.to_csv(index=False, lineterminator="\n"))
     return path
 
 
-def _check(line: Mapping[str, str]) -> str:
+def _line_hash(line: Mapping[str, str]) -> str:
     """Return a hash of a line's cells. By this hash, read_csv() finds lines that were changed after they were
     written."""
     cells = [f"{name}={text}" for name, text in line.items() if name != "check"]
@@ -69,10 +71,10 @@ def _check(line: Mapping[str, str]) -> str:
 
 
 def write_table(frame: DataFrame, path: Path) -> None:
-    write_whole(path, _csv(frame))
+    write_whole(path, _csv_text(frame))
 
 
-def _csv(frame: DataFrame) -> str:
+def _csv_text(frame: DataFrame) -> str:
     """Return the table as CSV. Each text that a spreadsheet would evaluate as a formula gets an apostrophe before
     it, and characters that would control a terminal become escapes."""
     safe = frame.map(lambda cell: FORMULA.sub("'", readable(cell)) if isinstance(cell, str) else cell)
@@ -83,7 +85,7 @@ def draw(number: int, path: Path) -> list[Path]:
     """Draw a case's figure from its CSV, into files beside the CSV; return their paths. Raises ValueError if the CSV is
     missing, is no table of this case, or has rows of several profiles or machines."""
     rows, names = read_csv(path)
-    its_case, metrics = case.load(number), {row.metric for row in rows}
+    its_case, metrics = case.load_case(number), {row.metric for row in rows}
     if not rows or not (its_case.mixes_metrics or metrics == {its_case.metric}):
         kinds = ", ".join(sorted(metrics)) or "no row"
         raise ValueError(
@@ -109,7 +111,7 @@ def read_csv(path: Path) -> tuple[list[FigureRow], set[str]]:
         raise ValueError(f"cannot read {path}: {error.strerror}; try ./run.sh case N --extract") from error
     except ValueError as error:  # pandas raises it if the file holds no table
         raise ValueError(f"{path} is no table of a case: {' '.join(str(error).split())}") from error
-    is_edited = [line.get("check") != _check(line) for line in frame.to_dict("records")]
+    is_edited = [line.get("check") != _line_hash(line) for line in frame.to_dict("records")]
     if missing := {"profile", "keys"} - set(frame):
         raise ValueError(f"{path} is no table of a case: expected a column {', '.join(sorted(missing))}")
     frame = frame.replace(r"^'(?=[=+\-@\t\r])", "", regex=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.base.whole_file import write_whole
 from harness.core import method
-from papers.figures.point import FEWEST_TIMED_STEPS, FigureRow
+from papers.figures.point import MIN_TIMED_STEPS, FigureRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,15 +28,15 @@ FIGURE_INCHES = (7.6, 2.9)
 BAR_WIDTH = 0.4
 TICK_DEGREES = 20
 EDGE, CROSS = "#4A4A4A", "#B00020"
-FAILED = "failed"  # id of the crosses for failed sizes, which are at the foot of a panel with lines
-DARK = 510  # text on a color is white if the color's red, green and blue sum to less than this
+FAILED_SIZES_ID = "failed"  # id of the crosses for failed sizes, which are at the foot of a panel with lines
+DARK_RGB_SUM = 510  # text on a color is white if the color's red, green and blue sum to less than this
 NOTE_COLUMNS = 190
 CONTINUED = "\n    "  # a line break within one note of the small print
 # id of the text at the foot of a figure; the page prints this text below the figure
 SMALL_PRINT = "small print"
 PUBLISHED_HATCH, DOUBT_HATCH = "////", "xxxx"
 FOOT_POINTS = 4.1
-DOTS = "timed steps"  # id of the dots, and their name in the legend
+STEP_DOTS_ID = "timed steps"  # id of the dots, and their name in the legend
 STYLE = Path(__file__).with_name("paper.mplstyle")
 CLOCKS = {"sim": "sim (a CPU whose device memory and link are simulated)"}
 SCALES = {
@@ -66,17 +66,19 @@ def figure(
 
     `series`: by label in the legend, the name of a method; for the label "", the legend has the method's own label.
     """
-    measured, published = (
-        [row for row in rows if (row.origin == "published") is side] for side in (False, True)
-    )
-    parts = [(measured, f"measured, {note}"), *([(published, "published")] if published else [])]
+    measured = [row for row in rows if row.origin != "published"]
+    published = [row for row in rows if row.origin == "published"]
+    panel_rows = [(measured, f"measured, {note}")]
+    panel_rows += [(published, "published")] if published else []
     with empty(*FIGURE_INCHES) as drawing:
-        panels = drawing.subplots(1, len(parts), squeeze=False)[0]
-        for axes, (part, text) in zip(panels, parts, strict=True):
-            axes.set_ylabel(axis_text(LABELS[metric], part))
-            draw(axes, part)
+        panels = drawing.subplots(1, len(panel_rows), squeeze=False)[0]
+        for axes, (rows_of_panel, text) in zip(panels, panel_rows, strict=True):
+            axes.set_ylabel(axis_text(LABELS[metric], rows_of_panel))
+            draw(axes, rows_of_panel)
             title(axes, text)
-        widths_and_clocks = [{(row.hidden_size, row.clock) for row in part} for part in (measured, published)]
+        widths_and_clocks = [
+            {(row.hidden_size, row.clock) for row in rows_of_side} for rows_of_side in (measured, published)
+        ]
         if measured and widths_and_clocks[0] == widths_and_clocks[1]:
             top = max(axes.get_ylim()[1] for axes in panels)
             for axes in panels:
@@ -102,6 +104,13 @@ def empty(width: float, height: float) -> Iterator[Figure]:
 
 def title(axes: Axes, text: str) -> None:
     axes.set_title(text, fontsize=7, loc="left", color=EDGE)
+
+
+def write_instead(axes: Axes, text: str) -> None:
+    """Write a text into the middle of a panel that has no data."""
+    look: Any = {"transform": axes.transAxes, "ha": "center", "va": "center", "fontsize": 7, "color": EDGE}
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, text, **look)
 
 
 def small_print(drawing: Figure, text: str) -> None:
@@ -133,10 +142,10 @@ def bars(axes: Axes, groups: Sequence[tuple[str, Sequence[Sequence[FigureRow]]]]
     another."""
     rows = [row for _, group in groups for place in group for row in place]
     scale = scale_of(rows)[0]
-    top = max((_highest(row) for row in rows), default=0.0) / scale or 1.0
+    top = max((_highest_value(row) for row in rows), default=0.0) / scale or 1.0
     for index, (_, group) in enumerate(groups):
         for place, stack in enumerate(group):
-            _stack(axes, index + BAR_WIDTH * (place - (len(group) - 1) / 2), stack, scale, top)
+            _draw_stack(axes, index + BAR_WIDTH * (place - (len(group) - 1) / 2), stack, scale, top)
     axes.set_xticks(range(len(groups)), [name for name, _ in groups])
     axes.tick_params(axis="x", pad=2 + 1.25 * FOOT_POINTS * max((len(foot(row)) for row in rows), default=0))
     axes.set(xlim=(-0.6, len(groups) - 0.4), ylim=(0, 1.16 * top))
@@ -146,24 +155,25 @@ def succeeded(row: FigureRow) -> bool:
     return row.status == "ok" and row.value is not None
 
 
-def _highest(row: FigureRow) -> float:
+def _highest_value(row: FigureRow) -> float:
     return max(row.high or row.value or 0.0, *row.steps, 0.0)
 
 
-def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: float) -> None:
+def _draw_stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: float) -> None:
     """Draw a bar for each row that succeeded, and a cross for each size that failed. The bar's number stands above the
     bar or, if there is a cross, inside or beside it."""
-    crosses, bars = ([row for row in stack if succeeded(row) is drawn] for drawn in (False, True))
-    for row in crosses:
+    failed_rows = [row for row in stack if not succeeded(row)]
+    bar_rows = [row for row in stack if succeeded(row)]
+    for row in failed_rows:
         height = row.value / scale if row.value else 0.03 * top
         axes.plot([x], [height], "x", color=CROSS, markeredgewidth=1.3)
-        if row.value and not bars:
-            _label(axes, x, height + 0.04 * top, number(height), color=CROSS)
-    for row in bars:
+        if row.value and not bar_rows:
+            _write_label(axes, x, height + 0.04 * top, number(height), color=CROSS)
+    for row in bar_rows:
         height, rgb = (row.value or 0.0) / scale, bytes.fromhex(method.load(row.method).color[1:])
-        _bar(axes, x, height, row)
-        _error(axes, x, row, scale)
-        _dots(axes, x, row, scale)
+        _draw_bar(axes, x, height, row)
+        _draw_error_bar(axes, x, row, scale)
+        _draw_step_dots(axes, x, row, scale)
         under: Any = {
             "transform": axes.get_xaxis_transform(),
             "fontsize": FOOT_POINTS,
@@ -171,20 +181,20 @@ def _stack(axes: Axes, x: float, stack: Sequence[FigureRow], scale: float, top: 
             "linespacing": 1.05,
         }
         if foot_lines := foot(row):
-            _label(axes, x, -0.02, "\n".join(foot_lines), **under)
+            _write_label(axes, x, -0.02, "\n".join(foot_lines), **under)
         # the search has not ended, and may find a larger size
         is_least = row.metric == "params" and not row.is_final
         text = f"\N{GREATER-THAN OR EQUAL TO} {number(height)}" if is_least else number(height)
-        if not crosses:
-            _label(axes, x, _highest(row) / scale + 0.02 * top, text)
+        if not failed_rows:
+            _write_label(axes, x, _highest_value(row) / scale + 0.02 * top, text)
         elif height > 0.16 * top:
-            ink = "white" if row.valid and sum(rgb) < DARK else "black"
-            _label(axes, x, height - 0.04 * top, text, va="top", fontsize=5, color=ink)
+            ink = "white" if row.valid and sum(rgb) < DARK_RGB_SUM else "black"
+            _write_label(axes, x, height - 0.04 * top, text, va="top", fontsize=5, color=ink)
         else:  # the bar is too short for its number, which stands beside it
-            _label(axes, x - BAR_WIDTH / 2, height / 2, text, ha="right", va="center", fontsize=5.4)
+            _write_label(axes, x - BAR_WIDTH / 2, height / 2, text, ha="right", va="center", fontsize=5.4)
 
 
-def _bar(axes: Axes, x: float, height: float, row: FigureRow) -> None:
+def _draw_bar(axes: Axes, x: float, height: float, row: FigureRow) -> None:
     color, hatch = method.load(row.method).color, DOUBT_HATCH if row.doubts else None
     rgb, edge = bytes.fromhex(color[1:]), bytes.fromhex(EDGE[1:])
     mixed = "#" + "".join(f"{sum(pair) // 2:02X}" for pair in zip(rgb, edge, strict=True))
@@ -200,7 +210,7 @@ def _bar(axes: Axes, x: float, height: float, row: FigureRow) -> None:
     )
 
 
-def _label(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
+def _write_label(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
     axes.text(x, y, text, **{"ha": "center", "va": "bottom", "fontsize": 5.8, "color": EDGE, **look})
 
 
@@ -210,55 +220,57 @@ def line(axes: Axes, points: Sequence[tuple[float, FigureRow]], label: str) -> N
     if not points:
         return
     good = [(x, row) for x, row in points if succeeded(row)]
-    scale = _shown_scale(axes, [row for _, row in points])
+    scale = _scale_of_panel(axes, [row for _, row in points])
     published, color = points[0][1].origin == "published", method.load(points[0][1].method).color
+    last_x = max(x for x, _ in points)
     values = [row.value / scale for _, row in good if row.value is not None]
     if good:
         axes.plot([x for x, _ in good], values, "--" if published else "-", color=color, label=label)
         for (x, row), value in zip(good, values, strict=True):
             face, edge = (color, color) if row.valid else ("white", EDGE)
             axes.plot([x], [value], "s" if published else "o", markerfacecolor=face, markeredgecolor=edge)
-            _error(axes, x, row, scale)
-            _dots(axes, x, row, scale)
+            _draw_error_bar(axes, x, row, scale)
+            _draw_step_dots(axes, x, row, scale)
             if foot_lines := foot(row):
-                is_last = x == max(x for x, _ in points)
-                beside: Any = {
-                    "xytext": (1, -4),
-                    "textcoords": "offset points",
-                    "ha": "right" if is_last else "left",
-                }
-                axes.annotate(
-                    "\n".join(foot_lines), (x, value), va="top", fontsize=FOOT_POINTS, color=EDGE, **beside
-                )
+                look: Any = {"textcoords": "offset points", "va": "top", "fontsize": FOOT_POINTS}
+                look |= {"color": EDGE, "ha": "right" if x == last_x else "left"}
+                axes.annotate("\n".join(foot_lines), (x, value), xytext=(1, -4), **look)
     for x, row in points:
         if not succeeded(row):
-            drawn: list[Any] = list(axes.lines)
-            others = [mark for mark in drawn if mark.get_gid() == FAILED and mark.get_xdata()[0] == x]
-            at_foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-            axes.plot([x], [0.1 * len(others)], "x", color=color, markeredgewidth=1.3, gid=FAILED, **at_foot)
             # the last label ends at its cross, so that it stays inside the figure
-            side = "right" if x == max(x for x, _ in points) else "center"
-            _label(axes, x, 0.1 * len(others) + 0.025, label, fontsize=5.4, ha=side, **at_foot)
-    _fit(axes)
+            _draw_cross_at_foot(axes, x, color, label, "right" if x == last_x else "center")
+    _fit_axes(axes)
 
 
-def _fit(axes: Axes) -> None:
+def _draw_cross_at_foot(axes: Axes, x: float, color: str, label: str, side: str) -> None:
+    """Draw a cross for a failed size at the panel's foot, above the crosses that other lines have at the same x.
+    `side`: where the label's text is anchored to the cross, as matplotlib's horizontal alignment."""
+    lines: list[Any] = list(axes.lines)
+    crosses = [mark for mark in lines if mark.get_gid() == FAILED_SIZES_ID and mark.get_xdata()[0] == x]
+    height = 0.1 * len(crosses)
+    at_foot: Any = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+    axes.plot([x], [height], "x", color=color, markeredgewidth=1.3, gid=FAILED_SIZES_ID, **at_foot)
+    _write_label(axes, x, height + 0.025, label, fontsize=5.4, ha=side, **at_foot)
+
+
+def _fit_axes(axes: Axes) -> None:
     """Put ticks at all points, and leave room for the legend above the highest point."""
     lines: list[Any] = list(axes.lines)
     ticks = sorted({float(mark.get_xdata()[0]) for mark in lines if mark.get_marker() in ("o", "s", "x")})
     axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     labels = axes.get_legend_handles_labels()[1]
     if labels:
-        highest = max(max(mark.get_ydata()) for mark in lines if mark.get_gid() != FAILED)
+        highest = max(max(mark.get_ydata()) for mark in lines if mark.get_gid() != FAILED_SIZES_ID)
         num_rows = (len(labels) + 1) // 2
         axes.set_ylim(0, float(highest) * (1.08 + 0.13 * num_rows) or 1.0)
         axes.legend(loc="upper left", ncols=min(2, len(labels)), borderaxespad=0.1)
 
 
-def _shown_scale(axes: Axes, rows: Sequence[FigureRow]) -> float:
+def _scale_of_panel(axes: Axes, rows: Sequence[FigureRow]) -> float:
     """Return the number by which all values of this panel are divided, so that they have the unit of its axis."""
-    named = [scale for scale, unit in SCALES[rows[0].metric] if axes.get_ylabel().endswith(f"({unit})")]
-    return named[0] if named else scale_of(rows)[0]
+    label = axes.get_ylabel()
+    scales = [scale for scale, unit in SCALES[rows[0].metric] if label.endswith(f"({unit})")]
+    return scales[0] if scales else scale_of(rows)[0]
 
 
 def tilt(axes: Axes) -> None:
@@ -272,8 +284,8 @@ def scale_of(rows: Sequence[FigureRow]) -> tuple[float, str]:
     if not rows:
         return 1.0, ""
     scales = SCALES[rows[0].metric]
-    most = max(row.value or 0.0 for row in rows)
-    return next((scale for scale in scales if most >= 0.1 * scale[0]), scales[-1])
+    largest = max(row.value or 0.0 for row in rows)
+    return next((scale for scale in scales if largest >= 0.1 * scale[0]), scales[-1])
 
 
 def axis_text(name: str, rows: Sequence[FigureRow]) -> str:
@@ -293,8 +305,8 @@ def caption(measured: Sequence[FigureRow], published: Sequence[FigureRow], note:
     texts = _measured_texts(rows, note) if rows else []
     if published:
         texts.append(
-            f"published: {published[0].machine}; clock {published[0].clock}{_windows(published)}; one process a point,"
-            " from the artifact's logs, judged by their losses"
+            f"published: {published[0].machine}; clock {published[0].clock}{_windows_text(published)};"
+            " one process a point, from the artifact's logs, judged by their losses"
         )
     return wrapped(texts)
 
@@ -307,7 +319,7 @@ def _measured_texts(rows: Sequence[FigureRow], note: str) -> list[str]:
     scatters = [row.scatter for row in single if row.scatter is not None]
     clock = CLOCKS.get(rows[0].clock, rows[0].clock)
     texts = [
-        f"measured: {note}; {rows[0].machine}; clock {clock}{_windows(rows)};"
+        f"measured: {note}; {rows[0].machine}; clock {clock}{_windows_text(rows)};"
         f" median of {' or '.join(map(str, runs)) or 'no'} process{'' if runs == [1] else 'es'} a point; "
         + (
             "error bars: 95 % interval of the mean over processes"
@@ -319,13 +331,16 @@ def _measured_texts(rows: Sequence[FigureRow], note: str) -> list[str]:
     if any(row.doubts for row in drawn):
         texts.append(
             "doubtful time (hatched crosswise, or told at the point): fewer than"
-            f" {FEWEST_TIMED_STEPS} timed steps, or a load average above the number of cores as the run began"
+            f" {MIN_TIMED_STEPS} timed steps, or a load average above the number of cores as the run began"
         )
-    searched = dict.fromkeys(method.load(row.method).label for row in rows if not row.is_final)
-    if searched:
-        texts.append(f"{', '.join(searched)}: search not finished")
-    hollow = {method.load(row.method).label: row.reason for row in drawn if not row.valid}
-    untrained = [f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1] for name, reason in hollow.items()]
+    unfinished = dict.fromkeys(method.load(row.method).label for row in rows if not row.is_final)
+    if unfinished:
+        texts.append(f"{', '.join(unfinished)}: search not finished")
+    reason_of_untrained = {method.load(row.method).label: row.reason for row in drawn if not row.valid}
+    untrained = [
+        f"gate not passed: {name}: {reason}"[: NOTE_COLUMNS - 1]
+        for name, reason in reason_of_untrained.items()
+    ]
     return texts + untrained[:2]
 
 
@@ -334,7 +349,7 @@ def wrapped(texts: Sequence[str]) -> str:
     return "\n".join(CONTINUED.join(textwrap.wrap(text, NOTE_COLUMNS - len(CONTINUED))) for text in texts)
 
 
-def _windows(rows: Sequence[FigureRow]) -> str:
+def _windows_text(rows: Sequence[FigureRow]) -> str:
     windows = sorted({row.window_size for row in rows if row.window_size and succeeded(row)})
     return f"; window {', '.join(map(str, windows))}" if windows else ""
 
@@ -361,8 +376,9 @@ def svg(drawing: Figure) -> str:
     """Return the figure as SVG, without the small print, which the page prints below the figure."""
     import matplotlib
 
-    buffer, small = io.StringIO(), [text for text in drawing.texts if text.get_gid() == SMALL_PRINT]
-    for text in small:
+    buffer = io.StringIO()
+    small_print_texts = [text for text in drawing.texts if text.get_gid() == SMALL_PRINT]
+    for text in small_print_texts:
         text.set_visible(False)
     with matplotlib.rc_context({"svg.hashsalt": "harness"}):
         # makes the ids of SVG elements the same in every call
@@ -373,26 +389,32 @@ def svg(drawing: Figure) -> str:
             bbox_inches="tight",
             pad_inches=0.06,
         )
-    for text in small:
+    for text in small_print_texts:
         text.set_visible(True)
     return buffer.getvalue()
 
 
-def _error(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
+def _draw_error_bar(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
     if row.value is None or row.low is None or row.high is None:
         return
     # The interval is the mean's, but the drawn value is the median: draw the interval around the interval's middle.
-    middle, half = (row.low + row.high) / 2, (row.high - row.low) / 2
+    middle, half_width = (row.low + row.high) / 2, (row.high - row.low) / 2
     axes.errorbar(
-        [x], [middle / scale], yerr=[half / scale], fmt="none", ecolor="black", elinewidth=0.8, capsize=2
+        [x],
+        [middle / scale],
+        yerr=[half_width / scale],
+        fmt="none",
+        ecolor="black",
+        elinewidth=0.8,
+        capsize=2,
     )
 
 
-def _dots(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
+def _draw_step_dots(axes: Axes, x: float, row: FigureRow, scale: float) -> None:
     """Draw a dot for each timed step of a row that succeeded."""
     if row.steps and succeeded(row):
         look: Any = {"color": "black", "alpha": 0.55, "s": 3.5, "linewidths": 0, "zorder": 3}
-        axes.scatter([x] * len(row.steps), [value / scale for value in row.steps], gid=DOTS, **look)
+        axes.scatter([x] * len(row.steps), [value / scale for value in row.steps], gid=STEP_DOTS_ID, **look)
 
 
 def legend(drawing: Figure, rows: Sequence[FigureRow], series: dict[str, str], is_line: bool = False) -> None:
@@ -425,7 +447,9 @@ def legend(drawing: Figure, rows: Sequence[FigureRow], series: dict[str, str], i
         entries.append(key("published", "white", shape="s", hatch=PUBLISHED_HATCH))
     if any(row.steps for row in drawn):
         entries.append(
-            Line2D([], [], color="black", alpha=0.55, marker=".", markersize=3, linestyle="", label=DOTS)
+            Line2D(
+                [], [], color="black", alpha=0.55, marker=".", markersize=3, linestyle="", label=STEP_DOTS_ID
+            )
         )
     if any(row.doubts for row in drawn) and not is_line:
         entries.append(key("doubtful time", "white", hatch=DOUBT_HATCH))

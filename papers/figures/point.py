@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from harness.base.console import counted
 from harness.core.record import Record
 
-FEWEST_FOR_INTERVAL = 3  # least number of processes that gives an interval
-FEWEST_TO_CONCLUDE = 2  # least number of processes whose times may be compared
-FEWEST_TIMED_STEPS = 5  # a time from fewer timed steps is doubtful, and its bar is hatched
+MIN_RUNS_FOR_INTERVAL = 3  # least number of processes that gives an interval
+MIN_RUNS_TO_CONCLUDE = 2  # least number of processes whose times may be compared
+MIN_TIMED_STEPS = 5  # a time from fewer timed steps is doubtful, and its bar is hatched
 CONFIDENCE = 0.95
-LEAST_MARGIN = 0.05  # smallest relative margin of a ratio if a row has too few processes for an interval
-STANDARD_ERRORS = 2  # half the width of a ratio's margin, in standard errors
-COUNTED = ("params",)  # metrics that do not scatter, so that any difference counts
+MIN_RATIO_MARGIN = 0.05  # smallest relative margin of a ratio if a row has too few processes for an interval
+MARGIN_STANDARD_ERRORS = 2  # half the width of a ratio's margin, in standard errors
+COUNTED_METRICS = ("params",)  # metrics that do not scatter, so that any difference counts
 SIMULATED_CLOCKS = ("sim", "virtual")
 Metric = Callable[[Record], float | None]
 
@@ -95,7 +95,7 @@ class FigureRow:
     def doubts(self) -> tuple[str, ...]:
         """Return the reasons why the row's time may be wrong, each as a short text; empty if there are none."""
         reasons = []
-        if self.num_steps is not None and self.num_steps < FEWEST_TIMED_STEPS:
+        if self.num_steps is not None and self.num_steps < MIN_TIMED_STEPS:
             reasons.append(counted(self.num_steps, "step"))
         if self.load is not None and self.num_cores and self.load > self.num_cores:
             reasons.append(f"load {self.load:.2g}")
@@ -105,17 +105,19 @@ class FigureRow:
     def inconclusive(self) -> tuple[str, ...]:
         """Return the reasons why nothing may be concluded from the row's time: its doubts, and that it is of one
         process, because a process may be fast or slow as a whole. Empty if there are none."""
-        is_alone = self.num_steps is not None and self.num_runs < FEWEST_TO_CONCLUDE
+        is_alone = self.num_steps is not None and self.num_runs < MIN_RUNS_TO_CONCLUDE
         return (*self.doubts, *(["1 process"] if is_alone else []))
 
     @property
     def is_simulated(self) -> bool:
         """True if the value was computed by a simulation, or is a time by a simulated clock."""
-        return self.origin == "simulated" or (self.clock in SIMULATED_CLOCKS and self.metric not in COUNTED)
+        return self.origin == "simulated" or (
+            self.clock in SIMULATED_CLOCKS and self.metric not in COUNTED_METRICS
+        )
 
     @property
     def has_interval(self) -> bool:
-        return self.num_runs >= FEWEST_FOR_INTERVAL and self.low is not None and self.high is not None
+        return self.num_runs >= MIN_RUNS_FOR_INTERVAL and self.low is not None and self.high is not None
 
 
 def doubts_text(rows: Mapping[str, FigureRow]) -> str:
@@ -137,7 +139,7 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
     loads = [
         load for record in repeats if isinstance(load := record.machine.get("load_average"), int | float)
     ]
-    is_timed = metric not in COUNTED and last.origin == "run"
+    is_timed = metric not in COUNTED_METRICS and last.origin == "run"
     return FigureRow(
         metric,
         last.job.method,
@@ -150,7 +152,7 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
         len(values),
         scatter(repeats),
         valid=failing is None,
-        reason=_reason(failing) if failing else "",
+        reason=_reason_of_invalid(failing) if failing else "",
         status=(failing or last).status,
         origin=last.origin,
         machine=machine_of(last),
@@ -167,15 +169,15 @@ def row_of(metric: str, repeats: Sequence[Record]) -> FigureRow:
     )
 
 
-def _reason(failing: Record) -> str:
+def _reason_of_invalid(failing: Record) -> str:
     """Return why a run is not valid: the gate's text, or how it ended."""
     return failing.gate.text if failing.status == "ok" else failing.reason
 
 
 def step_values(metric: str, repeats: Sequence[Record]) -> tuple[float, ...]:
     """Return the metric's value for each timed step of each repeat, in the metric's unit; no value for a metric in
-    COUNTED, which steps do not change."""
-    if metric in COUNTED:
+    COUNTED_METRICS, which steps do not change."""
+    if metric in COUNTED_METRICS:
         return ()
     if metric == "step_seconds":
         return tuple(seconds for record in repeats for seconds in record.timed_seconds)
@@ -222,7 +224,7 @@ def scatter(repeats: Sequence[Record]) -> float | None:
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the 95 % interval of the mean by Student's t, as (low, high); (None, None) for fewer than three values."""
-    if len(values) < FEWEST_FOR_INTERVAL:
+    if len(values) < MIN_RUNS_FOR_INTERVAL:
         return None, None
     from scipy import stats
 
@@ -234,13 +236,13 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 @dataclass(frozen=True)
 class RatioInterval:
-    """The ratio of two rows' values, with its bounds. `how`: the method by which the bounds were found, as text.
-    `has_interval`: True: the bounds are an interval; False: they are a margin."""
+    """The ratio of two rows' values, with its bounds. `how_bounded`: the method by which the bounds were found, as
+    text. `has_interval`: True: the bounds are an interval; False: they are a margin."""
 
     value: float
     low: float
     high: float
-    how: str
+    how_bounded: str
     has_interval: bool
 
     @property
@@ -255,19 +257,20 @@ def ratio(over: FigureRow, under: FigureRow) -> RatioInterval:
     processes for an interval, a margin. Both rows must have a value."""
     assert over.value is not None and under.value is not None
     value = over.value / under.value
-    if over.metric in COUNTED:
+    if over.metric in COUNTED_METRICS:
         return RatioInterval(value, value, value, "counted", has_interval=True)
     runs = f"{over.num_runs} and {under.num_runs} runs"
     if over.has_interval and under.has_interval:
         low, high = _welch(over.values, under.values)
         return RatioInterval(value, low, high, f"95 % interval, {runs}", has_interval=True)
     factor = max(
-        1 + LEAST_MARGIN, math.exp(STANDARD_ERRORS * math.hypot(over.scatter or 0, under.scatter or 0))
+        1 + MIN_RATIO_MARGIN,
+        math.exp(MARGIN_STANDARD_ERRORS * math.hypot(over.scatter or 0, under.scatter or 0)),
     )
     known = [f"{row.scatter:.1%}" for row in (over, under) if row.scatter is not None]
     steps = f" with steps that scatter by {' and '.join(known)}" if len(known) == 2 else ""
-    how = f"margin of {factor - 1:.0%}: {runs}{steps}, an interval needs {FEWEST_FOR_INTERVAL} each"
-    return RatioInterval(value, value / factor, value * factor, how, has_interval=False)
+    how_bounded = f"margin of {factor - 1:.0%}: {runs}{steps}, an interval needs {MIN_RUNS_FOR_INTERVAL} each"
+    return RatioInterval(value, value / factor, value * factor, how_bounded, has_interval=False)
 
 
 def _welch(over: Sequence[float], under: Sequence[float]) -> tuple[float, float]:

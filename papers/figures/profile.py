@@ -14,17 +14,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core import method
 from harness.core.job import Budget, Job, Room, Workload, gib
 from harness.devices import cuda_budget, machine, named_machines, sim
 from harness.plan.fit import scale_down
 from methods.shared.memory_needs import state_bytes
 
-NAMES = ("demo", "quick", "paper", "fit")
+PROFILE_NAMES = ("demo", "quick", "paper", "fit")
 PUBLISHED_COMMON, PUBLISHED_DEEPEST = 32, 92
 PUBLISHED_WINDOW = 15  # number of layers in the window, in cases that are not about the window
-PROBE = {"steps": 5, "warmup": 2}  # number of steps of a search's runs: memory use does not grow after these
-ROOM = 0.9  # share of a budget that a plan's own choices may fill, because plans do not count all memory
+PROBE_LENGTH = {
+    "steps": 5,
+    "warmup": 2,
+}  # number of steps of a search's runs: memory use does not grow after these
+PLANNED_SHARE = (
+    0.9  # share of a budget that a plan's own choices may fill, because plans do not count all memory
+)
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,21 @@ class CaseProfile:
     def job(self, name: str, num_layers: int, **options: Any) -> Job:
         """Return the job of a timed run. The job has the plan's options that are integers, so that its record can be
         found again. The machine that runs the job chooses the other options, such as kernels."""
-        workload, have = self.workload.at_depth(num_layers), self.room.device_bytes
-        room = dataclasses.replace(self.room, device_bytes=have and int(ROOM * have))
+        workload, device_bytes = self.workload.at_depth(num_layers), self.room.device_bytes
+        planned_bytes = device_bytes and int(PLANNED_SHARE * device_bytes)
+        room = dataclasses.replace(self.room, device_bytes=planned_bytes)
         plan = method.create(name, options).plan(workload, room)
-        settled = {key: value for key, value in plan.options.items() if isinstance(value, int)}
-        return Job(name, workload, {**settled, **options}, self.budget, self.device, self.steps, self.warmup)
+        planned_options = {key: value for key, value in plan.options.items() if isinstance(value, int)}
+        return Job(
+            name, workload, {**planned_options, **options}, self.budget, self.device, self.steps, self.warmup
+        )
 
     def probe(self, name: str, num_layers: int = 1) -> Job:
         """Return the job of a probe in a search for the largest size. The search chooses the options."""
         workload = self.workload.at_depth(num_layers)
-        return Job(name, workload, {}, self.budget, self.device, PROBE["steps"], PROBE["warmup"])
+        return Job(
+            name, workload, {}, self.budget, self.device, PROBE_LENGTH["steps"], PROBE_LENGTH["warmup"]
+        )
 
     def largest_planned(self, name: str, **options: Any) -> int:
         """Return the largest number of layers with which the method's plan, with these options, fits the profile's
@@ -91,9 +102,11 @@ class CaseProfile:
 
     def is_of(self, job: Job) -> bool:
         """True if the job has this profile's workload, budget, device and steps. Its depth and method do not matter."""
-        mine = (self.workload, self.budget, self.device)
-        steps = ((self.steps, self.warmup), (PROBE["steps"], PROBE["warmup"]))
-        return (job.workload.at_depth(1), job.budget, job.device) == mine and (job.steps, job.warmup) in steps
+        own_setting = (self.workload, self.budget, self.device)
+        if (job.workload.at_depth(1), job.budget, job.device) != own_setting:
+            return False
+        lengths = ((self.steps, self.warmup), (PROBE_LENGTH["steps"], PROBE_LENGTH["warmup"]))
+        return (job.steps, job.warmup) in lengths
 
     def check_machine(self) -> None:
         """Raise ValueError if this machine lacks the device, or has less memory than the budgets."""
@@ -101,22 +114,22 @@ class CaseProfile:
             raise ValueError(
                 f"profile {self.name} needs a GPU and a torch that uses it: try --profile demo or fit"
             )
-        memories = Budget(
-            machine.gpu().get("gpu_bytes") if self.device == "cuda" else None, machine.host_bytes()
-        )
-        host_needed = (self.budget.host_bytes or 0) + (
-            0 if self.device == "cuda" else self.budget.device_bytes or 0
-        )
-        for memory, need in (("device", self.budget.device_bytes), ("host", host_needed)):
-            have = getattr(memories, f"{memory}_bytes")
-            if have is not None and need and need > have:
+        device_bytes, host_needed = self.budget.device_bytes, self.budget.host_bytes or 0
+        gpu_bytes = None
+        if self.device == "cuda":
+            gpu_bytes = machine.gpu().get("gpu_bytes")
+        else:  # the device's memory is the host's
+            host_needed += device_bytes or 0
+        memories = (("device", device_bytes, gpu_bytes), ("host", host_needed, machine.host_bytes()))
+        for memory, needed_bytes, machine_bytes in memories:
+            if machine_bytes is not None and needed_bytes and needed_bytes > machine_bytes:
                 raise ValueError(
-                    f"profile {self.name} needs {gib(need)} of {memory} memory, this machine has {gib(have)}:"
-                    " try --profile fit or demo"
+                    f"profile {self.name} needs {gib(needed_bytes)} of {memory} memory, this machine has"
+                    f" {gib(machine_bytes)}: try --profile fit or demo"
                 )
 
 
-def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any]) -> CaseProfile:
+def make_profile(name: str, on: str | None, methods: Iterable[str], facts: JsonObject) -> CaseProfile:
     """Make the profile with this name. `on`: name of a machine in machines.yaml, whose memories the profile gets; None:
     the profile gets the memories in `facts`, which are those of this machine or of a record's machine.
 
@@ -124,53 +137,53 @@ def make(name: str, on: str | None, methods: Iterable[str], facts: dict[str, Any
     for this machine; without a GPU, it has a sixteenth of the widths and runs on sim. `methods`: the methods that any
     case searches for the largest depth. Raises ValueError for a wrong name or machine, or if a GPU is missing.
     """
-    if name not in NAMES:
-        raise ValueError(f"no profile {name!r}: choose one of {', '.join(NAMES)}")
+    if name not in PROFILE_NAMES:
+        raise ValueError(f"no profile {name!r}: choose one of {', '.join(PROFILE_NAMES)}")
     if name == "demo" and on is not None:
         raise ValueError(
             "--machine: expected --profile quick, paper or fit, got demo, which has budgets of its own"
         )
     if name == "demo":
-        return _demo()
+        return _demo_profile()
     is_whole = name == "paper" or (name == "fit" and "gpu" in facts)
     if is_whole:
         factor, device = 1, "cuda"
-        memories = _memories(on, facts, device)
+        memories = _memories_of_machine(on, facts, device)
     else:
         factor, device = (4, "cuda") if name == "quick" else (16, "sim")
-        memories = _memories(on or named_machines.PUBLISHED, {}, device)
-    workload, budget = _shrunk(factor, memories, on_gpu=factor < 16)
-    lengths = (
-        {"steps": 20, "warmup": 5, "repeats": 3}
-        if name == "paper"
-        else {"steps": 10, "warmup": 3, "repeats": 1}
-    )
+        memories = _memories_of_machine(on or named_machines.PUBLISHED, {}, device)
+    workload, budget = _shrunk_sizes(factor, memories, on_gpu=factor < 16)
+    lengths = {"steps": 10, "warmup": 3, "repeats": 1}
+    if name == "paper":
+        lengths = {"steps": 20, "warmup": 5, "repeats": 3}
     profile = CaseProfile(
         f"{name}_{on}" if on else name, workload, budget, device, **lengths, window=PUBLISHED_WINDOW
     )
-    return _fitted(profile, methods) if name == "fit" and factor == 1 else profile
+    return _fitted_profile(profile, methods) if name == "fit" and factor == 1 else profile
 
 
-def _demo() -> CaseProfile:
+def _demo_profile() -> CaseProfile:
     """Make the profile `demo`, whose runs take minutes on two cores. A few layers fill its memories, and its link is so
     slow that the time of copies shows. Without a compiler, there is no slow link."""
     workload = Workload(num_layers=1, hidden_size=128, seq_len=64, vocab_size=512)
     link = 256 * 2**20 if sim.is_built() or sim.to_build() else None
     budget = Budget(device_bytes=12 * 2**20, host_bytes=24 * 2**20, link_bytes_per_second=link)
-    return CaseProfile("demo", workload, budget, "sim", **PROBE, repeats=1, window=2, common=2, deepest=6)
+    return CaseProfile(
+        "demo", workload, budget, "sim", **PROBE_LENGTH, repeats=1, window=2, common=2, deepest=6
+    )
 
 
-def _fitted(profile: CaseProfile, methods: Iterable[str]) -> CaseProfile:
+def _fitted_profile(profile: CaseProfile, methods: Iterable[str]) -> CaseProfile:
     """Return the profile with depths that are planned for its memories."""
-    common = min(int(ROOM * profile.largest_planned(name)) for name in methods)
+    common = min(int(PLANNED_SHARE * profile.largest_planned(name)) for name in methods)
     # host memory for each parameter of a streamed layer, and the number of such layers that the host's budget holds
     bytes_per_param = sum(state_bytes(profile.workload).values())
     host_bytes = profile.budget.host_bytes or 0
-    num_streamed = int(ROOM * host_bytes / (bytes_per_param * profile.workload.layer_params))
+    num_streamed = int(PLANNED_SHARE * host_bytes / (bytes_per_param * profile.workload.layer_params))
     return dataclasses.replace(profile, common=max(2, common), deepest=max(3, common + 1, num_streamed))
 
 
-def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
+def _memories_of_machine(on: str | None, facts: JsonObject, device: str) -> Budget:
     if on is None and "gpu" not in facts:
         raise ValueError(
             f"expected a GPU here, got none: try --machine {' or '.join(named_machines.names())}"
@@ -185,19 +198,19 @@ def _memories(on: str | None, facts: dict[str, Any], device: str) -> Budget:
     return budget
 
 
-def _shrunk(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, Budget]:
+def _shrunk_sizes(factor: int, memories: Budget, *, on_gpu: bool) -> tuple[Workload, Budget]:
     """Divide the published widths by `factor`, and these memories by its square. A GPU's context keeps its size."""
     assert memories.device_bytes
     workload, budget = scale_down(
         Workload(num_layers=1), Budget(memories.device_bytes, memories.host_bytes), factor
     )
     if on_gpu and factor > 1:
-        fills = cuda_budget.tensor_bytes(memories.device_bytes) // factor**2
-        budget = dataclasses.replace(budget, device_bytes=cuda_budget.budget_bytes(fills))
+        tensor_bytes = cuda_budget.tensor_bytes(memories.device_bytes) // factor**2
+        budget = dataclasses.replace(budget, device_bytes=cuda_budget.budget_bytes(tensor_bytes))
     return workload, budget
 
 
-def call(number: int | str, profile: str) -> str:
+def profile_command(number: int | str, profile: str) -> str:
     """Return the command that runs a case in a profile. The profile fit_v100-vm, for example, is `fit` with the
     memories of v100-vm."""
     kind, _, on = profile.partition("_")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from harness.core import method
 from harness.core.record import Record
 from harness.jobs.size_search import SizeAnswer, SizeOutcome, SizeTrial
-from papers.figures.points import repeats
-from papers.figures.profile import PROBE
+from papers.figures.points import repeats_of
+from papers.figures.profile import PROBE_LENGTH
 
 
-def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+def largest_and_failed(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """Return two lists of records from the method's search. The first has the repeats of the largest depth that trained
     and is below every failure. The second has one record of the smallest depth that failed and is above every success.
     Either list may be empty."""
@@ -21,7 +21,7 @@ def largest(name: str, records: Sequence[Record]) -> tuple[list[Record], list[Re
     failed = depths[answer.failing_size] if answer.failing_size else []
     if not depths:
         failed = probes  # no depth has a result: the last record tells why
-    return repeats(best[-1].job, best) if best else [], failed[-1:]
+    return repeats_of(best[-1].job, best) if best else [], failed[-1:]
 
 
 def is_searched(name: str, records: Sequence[Record]) -> bool:
@@ -38,10 +38,9 @@ def is_searched(name: str, records: Sequence[Record]) -> bool:
 
 
 def _probes(name: str, records: Sequence[Record]) -> list[Record]:
-    wanted = (name, PROBE["steps"], PROBE["warmup"])
-    return [
-        record for record in records if (record.job.method, record.job.steps, record.job.warmup) == wanted
-    ]
+    probe_setting = (name, PROBE_LENGTH["steps"], PROBE_LENGTH["warmup"])
+    jobs = [(record, record.job) for record in records]
+    return [record for record, job in jobs if (job.method, job.steps, job.warmup) == probe_setting]
 
 
 def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnswer]:
@@ -57,8 +56,8 @@ def _search(probes: Sequence[Record]) -> tuple[dict[int, list[Record]], SizeAnsw
 
 def _is_refused_beyond(record: Record) -> bool:
     """True if a plan with one more layer than the record's takes more host memory than the record's machine has."""
-    job, have = record.job, record.machine.get("host_bytes")
-    if have is None or job.method not in method.names():
+    job, host_bytes = record.job, record.machine.get("host_bytes")
+    if host_bytes is None or job.method not in method.names():
         return False
     try:
         deeper = job.workload.at_depth(job.workload.num_layers + 1)
@@ -68,13 +67,14 @@ def _is_refused_beyond(record: Record) -> bool:
         plan = trained.plan(deeper, job.budget.room)
     except ValueError:  # the present code does not know these options
         return False
-    return plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes) > have
+    planned_bytes = plan.host_bytes + (0 if job.device == "cuda" else plan.device_bytes)
+    return planned_bytes > host_bytes
 
 
 def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
     """Return, by method, the largest depth that trained and passed the gate. A method without such a depth is left
     out."""
-    best_runs = {name: largest(name, records)[0] for name in names}
+    best_runs = {name: largest_and_failed(name, records)[0] for name in names}
     return {
         name: best[-1].job.workload.num_layers
         for name, best in best_runs.items()

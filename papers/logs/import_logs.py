@@ -23,7 +23,7 @@ from harness.core.job import Room, Workload, params_text
 from harness.core.log_lines import BUILD_LOG
 from harness.core.record import Record, log_stem, read_all
 from papers.logs import judge_curves
-from papers.logs.parse import NAME, NotALog, read
+from papers.logs.parse import LOG_NAME, NotALog, read_log
 from papers.logs.to_record import to_record
 
 SUFFIXES = (".txt", ".log")  # endings of the files in a folder that may be logs
@@ -39,14 +39,14 @@ def import_logs(
     others are compared with; None: a method that keeps everything on the device. Raises ValueError if no log is of the
     named method.
     """
-    chosen: dict[Path, list[Path]] = {}
+    paths_by_folder: dict[Path, list[Path]] = {}
     for path in _find(paths):
-        chosen.setdefault(path.parent, []).append(path)
-    written: dict[str, Path] = {}  # by key of a record: the log that this call read it from
+        paths_by_folder.setdefault(path.parent, []).append(path)
+    path_of_key: dict[str, Path] = {}  # by key of a record: the log that this call read it from
     imported = {
         record.key: path for path, record in read_all(results)[0].items() if record.origin == "imported"
     }
-    by_folder = {folder: _read_folder(folder, logs) for folder, logs in chosen.items()}
+    by_folder = {folder: _read_folder(folder, logs) for folder, logs in paths_by_folder.items()}
     names = sorted({record.job.method for records, _ in by_folder.values() for record in records.values()})
     if reference is not None and names and reference not in names:
         raise ValueError(
@@ -54,22 +54,22 @@ def import_logs(
         )
     for folder, (records, complaints) in by_folder.items():
         gates = judge_curves.judge_all(list(records.values()), references(records.values(), reference))
-        judged = dict(zip(records, gates, strict=True))
-        for path in chosen[folder]:
+        gate_of_path = dict(zip(records, gates, strict=True))
+        for path in paths_by_folder[folder]:
             if path in complaints:
                 skipped(path, complaints[path])
                 continue
-            record = dataclasses.replace(records[path], gate=judged[path])
-            first = written.setdefault(record.key, path)
-            if first != path:
-                skipped(path, f"the same log as {first.name}")
+            record = dataclasses.replace(records[path], gate=gate_of_path[path])
+            first_path = path_of_key.setdefault(record.key, path)
+            if first_path != path:
+                skipped(path, f"the same log as {first_path.name}")
                 continue
             try:
                 Record.from_dict(parsed_json(json.dumps(record.to_dict())))
             except ValueError as error:
                 skipped(path, f"no verb could read its record: {error}")
                 continue
-            yield record, _write(record, path, results, imported)
+            yield record, _write_record(record, path, results, imported)
 
 
 def references(records: Iterable[Record], reference: str | None = None) -> list[str]:
@@ -80,8 +80,8 @@ def references(records: Iterable[Record], reference: str | None = None) -> list[
     """
     if reference is not None:
         return [reference]
-    known = {record.job.method for record in records} & set(method.names())
-    plans = {name: method.create(name, {}).plan(Workload(), Room()) for name in known}
+    known_methods = {record.job.method for record in records} & set(method.names())
+    plans = {name: method.create(name, {}).plan(Workload(), Room()) for name in known_methods}
     resident = [name for name, plan in plans.items() if not plan.host_bytes and not plan.disk_bytes]
     return sorted(resident, key=lambda name: (name != method.reference(), name))
 
@@ -104,45 +104,45 @@ def _read_folder(folder: Path, paths: list[Path]) -> tuple[dict[Path, Record], d
     """Read all logs in the folder, whether they were asked for or not. Return the records by path and, for each file
     that is no log, the reason."""
     records, complaints = {}, {}
-    beside: set[Path] = set()
+    logs_in_folder: set[Path] = set()
     with contextlib.suppress(OSError):
         # the files of a folder may be readable although the folder cannot be listed
-        beside = {item for item in folder.iterdir() if NAME.fullmatch(item.name)}
-    for path in sorted({*paths, *beside}):
+        logs_in_folder = {path for path in folder.iterdir() if LOG_NAME.fullmatch(path.name)}
+    for path in sorted({*paths, *logs_in_folder}):
         try:
             if not path.is_file():
                 raise NotALog("not a file")
             # from_dict() checks the record, as if it were read from a file
-            records[path] = Record.from_dict(to_record(read(path), path.name).to_dict())
+            records[path] = Record.from_dict(to_record(read_log(path), path.name).to_dict())
         except (OSError, ValueError) as error:
             complaints[path] = str(getattr(error, "strerror", None) or error)
     return records, complaints
 
 
-def _write(record: Record, log: Path, results: Path, imported: dict[str, Path]) -> bool:
+def _write_record(record: Record, log: Path, results: Path, imported: dict[str, Path]) -> bool:
     """Write the record to a file whose name follows the published pattern. Return False, and write nothing, if the same
     record is there already."""
     path = imported.get(record.key)
     if path is not None and json.loads(path.read_text()) == json.loads(json.dumps(record.to_dict())):
         return False
-    path = path or _free(results, record, log)
+    path = path or _free_path(results, record, log)
     record.write(path)
     imported[record.key] = path
     return True
 
 
-def _free(results: Path, record: Record, log: Path) -> Path:
+def _free_path(results: Path, record: Record, log: Path) -> Path:
     """Return a path that follows the published pattern and is free. The time in its name is the record's start, plus as
     many seconds as are needed to make the name free."""
     for second in itertools.count(int(record.started)):
         stem = log_stem(record.job, record.evidence["named_window"], second)
-        taken = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]
-        if not any(os.path.lexists(path) and path != log for path in taken):
-            return taken[0]
+        paths = [results / f"{stem}{suffix}" for suffix in (".json", *SUFFIXES)]
+        if not any(os.path.lexists(path) and path != log for path in paths):
+            return paths[0]
     raise AssertionError("seconds do not end")
 
 
-def line(record: Record) -> str:
+def record_line(record: Record) -> str:
     """Return one line of text about an imported log: method, size, status, logged medians, verdict and its reason."""
     job, logged = record.job, record.evidence["samples_per_second"]
     options = "".join(f" {name}={value}" for name, value in job.options.items())

@@ -39,7 +39,9 @@ def judge_all(records: Sequence[Record], references: Sequence[str]) -> list[Gate
     reference, and with records of its own size by other methods. Of the other methods, only those count that agree with
     the reference at some depth.
     """
-    anchors = [record for name in references for record in records if record.job.method == name]
+    anchors: list[Record] = []
+    for name in references:
+        anchors += [record for record in records if record.job.method == name]
     judged = [(record, _judge(record, anchors)) for record in records]
     return [_timed(record, _hold_to_others(record, gate, judged)) for record, gate in judged]
 
@@ -87,10 +89,12 @@ def _judge(record: Record, anchors: list[Record]) -> Gate:
         return Gate("untested", "no-reference", "no log beside it is the same training wholly on the device")
     nearest = min(same, key=lambda anchor: (not learned(anchor), _doublings(record, anchor)))
     if nearest is not record and learned(nearest):
-        return compare(record, nearest)
+        return compare_curves(record, nearest)
     if nearest is not record:
         return Gate(
-            "untested", "no-reference", f"{_name(nearest)} beside it is no reference: {_flaw(nearest)}"
+            "untested",
+            "no-reference",
+            f"{_log_name_text(nearest)} beside it is no reference: {_flaw(nearest)}",
         )
     if not learned(record):
         return Gate("untested", "weak-reference", f"would be the reference, but {_flaw(record)}")
@@ -110,13 +114,13 @@ def _flaw(anchor: Record) -> str:
     )
 
 
-def _name(record: Record) -> str:
+def _log_name_text(record: Record) -> str:
     return f"{record.job.method} at {counted(record.job.workload.num_layers, 'layer')}"
 
 
-def compare(record: Record, other: Record) -> Gate:
+def compare_curves(record: Record, other: Record) -> Gate:
     """Judge a record by the largest distance between its curve and the curve of the record `other`."""
-    name, losses, expected = _name(other), record.losses, other.losses
+    name, losses, expected = _log_name_text(other), record.losses, other.losses
     doublings, fall = _doublings(record, other), expected[0] - expected[len(losses) - 1]
     if fall <= 0:
         return Gate(
@@ -166,7 +170,7 @@ def _hold_to_others(record: Record, gate: Gate, judged: list[tuple[Record, Gate]
     for peer, verdict in judged:
         is_size = _is_comparable(record, peer) and not _doublings(record, peer)
         if peer.job.method != record.job.method and is_size and _is_trusted(peer, verdict, judged):
-            gate = compare(record, peer)
+            gate = compare_curves(record, peer)
             if not gate.passed:
                 return gate
     if gate.reason == "far-reference":

@@ -19,21 +19,21 @@ from harness.core.log_lines import PLAIN_WORDS
 
 LONGEST_LINE_BYTES = 16384  # a longer line is split
 # most lines of one kind in a log; the published schedule of 320,000 iterations logs 32,000 lines
-MOST_METRICS = 200_000
+MOST_METRIC_LINES = 200_000
 # Matches the file name of a log. The artifact wrote _hs- for the hidden size; its README says _h-.
-NAME = re.compile(
+LOG_NAME = re.compile(
     r"log_(?P<method>[A-Za-z0-9.+-]+)_l-(?P<num_layers>\d{1,9})_hs?-(?P<hidden_size>\d{1,9})_bs?-(?P<batch_size>\d{1,9})"
     r"_ws?-(?P<window>\d{1,9})(?:_(?P<day>\d{4}-\d\d-\d\d)(?:\.(?P<unix>\d{1,12}))?)?\.(?:txt|log)"
 )
 # COLOR matches the codes for colors that programs put into a line. PREFIX matches the time, rank or host that launchers
 # put before a line, such as "[2024-01-02 03:04:05] worker-0:".
-COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
-PREFIX = re.compile(
+COLOR_CODE = re.compile(r"\x1b\[[\d;]{0,20}m")
+LINE_PREFIX = re.compile(
     r"(?:\[[\d :.,/TZ+-]{8,40}\] ?|\d{4}-\d\d-\d\d[ T][\d:.,]{5,15}(?:Z|[+-]\d\d:?\d\d)? ?|\[\w{1,20}\d\]: ?"
     r"|(?:[A-Za-z][\w.-]{0,40})?\d: )*"
 )
-ARGUMENT = re.compile(r"^ {0,8}(\w+) \.{2,} (.+)$")
-ARGUMENTS = frozenset(
+ARGUMENT_LINE = re.compile(r"^ {0,8}(\w+) \.{2,} (.+)$")
+KNOWN_ARGUMENTS = frozenset(
     (
         "num_layers",
         "hidden_size",
@@ -67,24 +67,24 @@ OWN_END = re.compile(
 EXACT_PARAMETERS = re.compile(r"number of parameters on \([^:]{1,80}: (\d{1,18})\s*$")
 PADDED_VOCABULARY = re.compile(r"\(new size: (\d{1,9})\)")
 # Anything may stand before the word: Megatron since 2024 writes a time in brackets, launchers write other prefixes.
-ITERATION = re.compile(r"iteration +(\d{1,12}) */ *(\d{1,12}) *\|(.*)$")
+ITERATION_LINE = re.compile(r"iteration +(\d{1,12}) */ *(\d{1,12}) *\|(.*)$")
 # A line with both, or with the start of Megatron's form, looks like one about a step, whatever its form is.
 STEP_NUMBER = re.compile(
     r"(?<![-\w])(?:iteration|iter|(?:global_?)?step|epoch)s?\b[\"' :=#\[(]{0,8}\d", re.IGNORECASE
 )
-LOSS = re.compile(r"(?<![a-z])loss(?![ _-]?scal)", re.IGNORECASE)
-CUT_ITERATION = re.compile(r"iteration +\d{1,12} */")
+LOSS_WORD = re.compile(r"(?<![a-z])loss(?![ _-]?scal)", re.IGNORECASE)
+CUT_ITERATION_LINE = re.compile(r"iteration +\d{1,12} */")
 # word of a line about no training step
-EVALUATION = re.compile(r"\b(?:validation|valid|test|eval)", re.IGNORECASE)
+EVALUATION_WORD = re.compile(r"\b(?:validation|valid|test|eval)", re.IGNORECASE)
 # For each name of a step's time: its unit in milliseconds.
-STEP_TIME = {
+MS_PER_UNIT_OF_TIME_FIELD = {
     "elapsed time per iteration (ms)": 1.0,
     PLAIN_WORDS["elapsed time per iteration (ms)"]: 1.0,
     "elapsed time per iteration (s)": 1000.0,
 }
 ITERATION_FIELDS = frozenset(
     (
-        *STEP_TIME,
+        *MS_PER_UNIT_OF_TIME_FIELD,
         "learning rate",
         "global batch size",
         "loss scale",
@@ -102,8 +102,8 @@ ITERATION_FIELDS = frozenset(
         "tokens per gpu per second (tgs)",
     )
 )
-FIELD = re.compile(rf"([A-Za-z][\w/ ().-]*): *{NUMBER}")
-METRICS = {  # by field of RawLog: the pattern of a line that has one value for this field
+NUMBER_FIELD = re.compile(rf"([A-Za-z][\w/ ().-]*): *{NUMBER}")
+METRIC_PATTERNS = {  # by field of RawLog: the pattern of a line that has one value for this field
     "parameters_billion": re.compile(
         rf"(?:total parameters|{PLAIN_WORDS['total parameters']}|model parallel rank 0) +{NUMBER} B"
     ),
@@ -111,14 +111,14 @@ METRICS = {  # by field of RawLog: the pattern of a line that has one value for 
     "cumulative_speeds": re.compile(rf"SamplesPerSec={NUMBER}"),
     "tera_flops": re.compile(rf"Effective Tera Flops per GPU: {NUMBER}"),
 }
-MEMORY = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
+MEMORY_LINE = re.compile(r"after \d+ iterations\)? memory \(MB\) \|(.*)$")
 # Patterns of the number of samples that a step trains, and of the number of GPUs that share the training.
 SAMPLES_PER_STEP = re.compile(r"\bSamplesPerStep: (\d{1,9})\b|\btrain_batch_size \.+ (\d{1,9})\s*$")
 WORLD_SIZE = re.compile(r"\busing world size: (\d{1,6})\b|\bNumWorkers: (\d{1,6})\b")
-EXIT = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
+EXIT_LINE = re.compile(r"exiting (?:the )?program at iteration +(\d{1,12})")
 
-# A log may have gigabytes. So only lines with one of these words are searched for the patterns in ENDS.
-END_SIGNS = (
+# A log may have gigabytes. So only lines with one of these words are searched for the patterns in RUN_ENDS.
+RUN_END_WORDS = (
     "emory",
     "MEMORY",
     "ALLOC_FAILED",
@@ -141,7 +141,7 @@ END_SIGNS = (
 # Ways in which a run can end early, the most specific first. Each has a status, the pattern of a log line that shows
 # this end, and an explanation, which is empty if the line explains itself. Slurm's lines are those of slurmstepd and
 # srun; their statuses are those that places/slurm.py gives to the states of the same name.
-ENDS = (
+RUN_ENDS = (
     (
         "oom-device",
         re.compile(r"(?:CUDA|sim device|CUDA error:) out of memory|ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY"),
@@ -211,7 +211,7 @@ ENDS = (
 )
 
 
-LITERALS = {"True": True, "False": False, "None": None}
+LITERAL_VALUES = {"True": True, "False": False, "None": None}
 
 
 class NotALog(ValueError):
@@ -261,14 +261,14 @@ class RawLog:
     memory_mb: dict[str, float] = field(default_factory=dict)
     timers_ms: list[dict[str, float]] = field(default_factory=list)
     exit_iteration: int | None = None
-    # by index in ENDS: the text in the log that tells of this end
+    # by index in RUN_ENDS: the text in the log that tells of this end
     ends: dict[int, str] = field(default_factory=dict)
 
 
-def read(path: Path) -> RawLog:
+def read_log(path: Path) -> RawLog:
     """Read a log. Raises NotALog if its name, its lines or their number are unlike a training log's, OSError if the
     file cannot be read."""
-    match = NAME.fullmatch(path.name)
+    match = LOG_NAME.fullmatch(path.name)
     if match is None:
         raise NotALog("its name is not log_METHOD_l-N_hs-N_bs-N_ws-N_DATE.UNIX.txt")
     parts = match.groupdict()
@@ -276,13 +276,11 @@ def read(path: Path) -> RawLog:
     log = RawLog({"method": parts["method"], **name, "day": parts["day"], "unix": int(parts["unix"] or 0)})
     digest = hashlib.sha256()
     for line in _lines(path, digest.update):
-        _take(log, line)
+        _take_line(log, line)
     log.sha256 = digest.hexdigest()
-    if (
-        max(len(log.intervals), len(log.timers_ms), len(log.interval_speeds), len(log.cumulative_speeds))
-        > MOST_METRICS
-    ):
-        raise NotALog(f"more than {MOST_METRICS} of its lines are metrics of one kind")
+    num_speeds = max(len(log.interval_speeds), len(log.cumulative_speeds))
+    if max(len(log.intervals), len(log.timers_ms), num_speeds) > MOST_METRIC_LINES:
+        raise NotALog(f"more than {MOST_METRIC_LINES} of its lines are metrics of one kind")
     if not (log.arguments or log.first_line or log.parameters or log.intervals or log.ends):
         raise NotALog("not one of its lines is a training log's")
     return log
@@ -294,45 +292,43 @@ def _lines(path: Path, update: Callable[[bytes], None]) -> Iterator[str]:
     with open(path, "rb") as file:
         while piece := file.readline(LONGEST_LINE_BYTES):
             update(piece)
-            text = COLOR.sub("", piece.decode(errors="replace").rstrip("\r\n"))
-            yield text[PREFIX.match(text).end() :]  # type: ignore[union-attr]
+            text = COLOR_CODE.sub("", piece.decode(errors="replace").rstrip("\r\n"))
+            yield text[LINE_PREFIX.match(text).end() :]  # type: ignore[union-attr]
 
 
-def _take(log: RawLog, line: str) -> None:
-    if match := ITERATION.search(line):
-        log.intervals.append(_interval(int(match[1]), int(match[2]), match[3]))
+def _take_line(log: RawLog, line: str) -> None:
+    if match := ITERATION_LINE.search(line):
+        log.intervals.append(_parsed_interval(int(match[1]), int(match[2]), match[3]))
     elif line.startswith("time (ms) |"):
-        log.timers_ms.append(_fields(line.partition("|")[2]))
-    elif match := ARGUMENT.match(line):
-        if match[1] in ARGUMENTS:
+        log.timers_ms.append(_number_fields(line.partition("|")[2]))
+    elif match := ARGUMENT_LINE.match(line):
+        if match[1] in KNOWN_ARGUMENTS:
             log.arguments[match[1]] = match[2].strip()[:300]
             log.starts.add(len(log.intervals))
-    elif match := MEMORY.search(line):
-        log.memory_mb.update(_fields(match[1]))
+    elif match := MEMORY_LINE.search(line):
+        log.memory_mb.update(_number_fields(match[1]))
     elif match := OWN_HEADER.match(line):
         log.starts.add(len(log.intervals))
         log.first_line = {"method": match[1], "steps": int(match[3]), "device": match[4]}
         log.first_line |= {
-            "options": _pairs(r"'(\w+)': ([^,}]+)", match[2]),
-            "workload": _pairs(r"\b(\w+)=([^,]+)", match[5]),
+            "options": _named_values(r"'(\w+)': ([^,}]+)", match[2]),
+            "workload": _named_values(r"\b(\w+)=([^,]+)", match[5]),
         }
     elif match := OWN_END.match(line):
-        log.last_line = (match[1], match[2], int(match[3]), clean(match[4] or "", 1000))
+        log.last_line = (match[1], match[2], int(match[3]), printable_line(match[4] or "", 1000))
     else:
-        _take_number(log, line)
+        _take_single_values(log, line)
 
 
-def _take_number(log: RawLog, line: str) -> None:
+def _take_single_values(log: RawLog, line: str) -> None:
     """Add to the log the values that stand alone on a line. If two processes wrote at once, a line has several of
     them."""
     if match := EXACT_PARAMETERS.search(line):
         log.parameters.append(int(match[1]))
-    for name, pattern in METRICS.items():
-        if (
-            (match := pattern.search(line))
-            and (value := number(match[1])) is not None
-            and math.isfinite(value)
-        ):
+    for name, pattern in METRIC_PATTERNS.items():
+        match = pattern.search(line)
+        value = parsed_number(match[1]) if match else None
+        if value is not None and math.isfinite(value):
             getattr(log, name).append(value)
     if "padded vocab" in line and (match := PADDED_VOCABULARY.search(line)):
         log.vocab_size = int(match[1])
@@ -340,21 +336,21 @@ def _take_number(log: RawLog, line: str) -> None:
         log.samples_per_step = int(match[1] or match[2])
     if ("world size" in line or "NumWorkers" in line) and (match := WORLD_SIZE.search(line)):
         log.world_size = int(match[1] or match[2])
-    if match := EXIT.search(line):
+    if match := EXIT_LINE.search(line):
         log.exit_iteration = int(match[1])
-    if end := _end(line):
+    if end := _run_end(line):
         log.ends.setdefault(*end)
     elif _is_like_a_step(line):
         log.num_unread_steps += 1
-        log.unread_step = log.unread_step or clean(line, 80)
+        log.unread_step = log.unread_step or printable_line(line, 80)
 
 
-def _end(line: str) -> tuple[int, str] | None:
-    """Return the index in ENDS and the text of the end that the line tells; None if it tells no end."""
-    if any(sign in line for sign in END_SIGNS):
-        for place, (_, pattern, _) in enumerate(ENDS):
+def _run_end(line: str) -> tuple[int, str] | None:
+    """Return the index in RUN_ENDS and the text of the end that the line tells; None if it tells no end."""
+    if any(sign in line for sign in RUN_END_WORDS):
+        for index, (_, pattern, _) in enumerate(RUN_ENDS):
             if match := pattern.search(line):
-                return place, clean(match[0])
+                return index, printable_line(match[0])
     return None
 
 
@@ -362,28 +358,30 @@ def _is_like_a_step(line: str) -> bool:
     """True if the line looks like one about a step of the training, not of an evaluation."""
     if (
         "loss" in line.lower()
-        and LOSS.search(line)
+        and LOSS_WORD.search(line)
         and STEP_NUMBER.search(line)
-        and not EVALUATION.search(line)
+        and not EVALUATION_WORD.search(line)
     ):
         return True
-    return CUT_ITERATION.search(line) is not None
+    return CUT_ITERATION_LINE.search(line) is not None
 
 
-def _interval(iteration: int, total: int, rest: str) -> Interval:
-    values = _fields(rest)
-    elapsed = next((unit * values[name] for name, unit in STEP_TIME.items() if name in values), None)
+def _parsed_interval(iteration: int, total: int, fields_text: str) -> Interval:
+    values = _number_fields(fields_text)
+    times = [unit * values[name] for name, unit in MS_PER_UNIT_OF_TIME_FIELD.items() if name in values]
+    elapsed = times[0] if times else None
     elapsed = elapsed if elapsed and 1e-3 < elapsed < 1e12 else None  # a garbled number is dropped
     loss = values.get("lm loss")
-    unread = next((clean(part, 60) for part in rest.split("|") if part.strip() and _field(part) is None), "")
+    texts = [text for text in fields_text.split("|") if text.strip() and _number_field(text) is None]
+    unread = printable_line(texts[0], 60) if texts else ""
     is_whole = (
-        rest.rstrip().endswith("|")
-        and rest.count("|") == len(values)
+        fields_text.rstrip().endswith("|")
+        and fields_text.count("|") == len(values)
         and "number of nan iterations" in values
     )
-    if (is_whole and set(values) <= ITERATION_FIELDS) or (
-        loss is not None and values.get("number of nan iterations")
-    ):
+    lacks_loss = is_whole and set(values) <= ITERATION_FIELDS
+    has_nan_iterations = loss is not None and values.get("number of nan iterations")
+    if lacks_loss or has_nan_iterations:
         loss = math.nan
     return Interval(
         iteration,
@@ -397,38 +395,39 @@ def _interval(iteration: int, total: int, rest: str) -> Interval:
     )
 
 
-def _fields(text: str) -> dict[str, float]:
+def _number_fields(text: str) -> dict[str, float]:
     """Return, by name, the numbers in a text such as `name: number | name: number`."""
-    return dict(pair for part in text.split("|") if (pair := _field(part)) is not None)
+    fields = [_number_field(field_text) for field_text in text.split("|")]
+    return dict(field for field in fields if field is not None)
 
 
-def _field(text: str) -> tuple[str, float] | None:
+def _number_field(text: str) -> tuple[str, float] | None:
     """Return name and number of a text such as `name: number`; None if the text has another form."""
-    match = FIELD.fullmatch(text.strip())
-    value = number(match[2]) if match else None
+    match = NUMBER_FIELD.fullmatch(text.strip())
+    value = parsed_number(match[2]) if match else None
     return None if match is None or value is None else (match[1], value)
 
 
-def _pairs(pattern: str, text: str) -> dict[str, Any]:
-    return {match[1]: scalar(match[2].strip()) for match in re.finditer(pattern, text)}
+def _named_values(pattern: str, text: str) -> dict[str, Any]:
+    return {match[1]: parsed_scalar(match[2].strip()) for match in re.finditer(pattern, text)}
 
 
-def scalar(text: str) -> Any:
+def parsed_scalar(text: str) -> Any:
     """Return the value of a word that is a number, True, False, None or a text in quotes. Any other word is returned as
     it is."""
-    if text in LITERALS:
-        return LITERALS[text]
-    value = int(text) if re.fullmatch(r"[-+]?\d{1,18}", text) else number(text)
+    if text in LITERAL_VALUES:
+        return LITERAL_VALUES[text]
+    value = int(text) if re.fullmatch(r"[-+]?\d{1,18}", text) else parsed_number(text)
     return text.strip("'\"") if value is None else value
 
 
-def number(text: str) -> float | None:
+def parsed_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
         return None
 
 
-def clean(text: str, longest: int = 200) -> str:
+def printable_line(text: str, longest: int = 200) -> str:
     """Return the text's printable characters in one line, cut to at most `longest` characters."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:longest]

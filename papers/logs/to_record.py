@@ -15,14 +15,15 @@ from collections import Counter
 from typing import Any
 
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.core import method
 from harness.core.job import Job, Workload
 from harness.core.log_lines import INTERVAL_STEPS
 from harness.core.record import STATUSES, Record
-from papers.logs.parse import ENDS, Interval, NotALog, RawLog, scalar
+from papers.logs.parse import RUN_ENDS, Interval, NotALog, RawLog, parsed_scalar
 
 # By argument of the published artifact: the field of the workload that the argument sets.
-FIELDS = {
+WORKLOAD_FIELDS = {
     "num_attention_heads": "num_heads",
     "seq_length": "seq_len",
     "hidden_dropout": "dropout",
@@ -30,14 +31,14 @@ FIELDS = {
     "lr": "learning_rate",
     "seed": "seed",
 }
-PRECISIONS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
-SIZES = {
+DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+SIZE_ARGUMENTS = {
     "num_layers": ("num_layers",),
     "hidden_size": ("hidden_size",),
     "batch_size": ("micro_batch_size", "batch_size"),
     "window": ("gl_window_size",),
 }
-SPEEDS = {
+SPEED_TEXTS = {
     "interval": "mean of each interval",
     "cumulative": "mean of all steps so far but the first two, without data loading",
 }
@@ -48,21 +49,23 @@ FLOPS_PER_PARAMETER = 8  # operations that the artifact's Tera Flops count for e
 def to_record(log: RawLog, name: str) -> Record:
     """Return the log as a record that is not yet judged. Raises NotALog if the log's sizes or iterations make no
     sense, or if its steps differ in their number of samples."""
-    intervals, interval_steps, steps, doubts = _intervals(log)
+    intervals, interval_steps, steps, doubts = _scheduled_intervals(log)
     batch_size = _batch_size(log, intervals)
-    doubts = [*_appended(log), *_contradictions(log, batch_size), *doubts, *_unread(log, intervals)]
+    doubts = [*_appended_runs(log), *_contradictions(log, batch_size), *doubts]
+    doubts += _unread_lines(log, intervals)
     workload, unsaid = _workload(log, batch_size, doubts)
-    status, phase, reason, evidence = _end(log, intervals, steps)
+    status, phase, reason, end_evidence = _end_of_run(log, intervals, steps)
     job = Job(
         log.name["method"],
         workload,
-        _options(log),
+        _method_options(log),
         device=log.first_line.get("device", "cuda"),
         steps=steps,
         warmup=min(interval_steps, steps - 1),
     )
-    doubts += _implausible(log, job, intervals, interval_steps)
-    losses, step_seconds = _by_step(intervals, interval_steps)
+    doubts += _implausible_numbers(log, job, intervals, interval_steps)
+    numbers = {**_printed_numbers(log, name, intervals), **_parameter_counts(log, workload, doubts)}
+    losses, step_seconds = _losses_and_seconds(intervals, interval_steps)
     return Record(
         job,
         job.key(origin="imported", log=log.sha256),
@@ -77,17 +80,13 @@ def to_record(log: RawLog, name: str) -> Record:
         grad_norms=[interval.grad_norm for interval in intervals if interval.grad_norm is not None],
         step_seconds=step_seconds,  # type: ignore[arg-type]
         peaks=_peaks(log),
-        evidence={
-            **evidence,
-            **_raw(log, name, intervals),
-            **_parameters(log, workload, doubts),
-            "unsaid": unsaid,
-            "doubts": doubts,
-        },
+        evidence={**end_evidence, **numbers, "unsaid": unsaid, "doubts": doubts},
     )
 
 
-def _by_step(intervals: list[Interval], interval_steps: int) -> tuple[list[float | None], list[float | None]]:
+def _losses_and_seconds(
+    intervals: list[Interval], interval_steps: int
+) -> tuple[list[float | None], list[float | None]]:
     """Return the mean loss and the mean seconds of a step of each interval up to the last one; None if the log lacks
     the interval or its value."""
     by_step = {interval.iteration: interval for interval in intervals}
@@ -110,7 +109,7 @@ def _peaks(log: RawLog) -> dict[str, int]:
     return peaks
 
 
-def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
+def _printed_numbers(log: RawLog, name: str, intervals: list[Interval]) -> JsonObject:
     """Return the log's numbers as the log prints them, by the names that they have in the record's evidence."""
     kind = "cumulative" if log.cumulative_speeds else "interval"
     columns = {
@@ -123,10 +122,10 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
         "log": name,
         "log_sha256": log.sha256,
         "named_window": log.name["window"],
-        "arguments": {word: text for word, text in log.arguments.items() if word != "data_path"},
+        "arguments": {argument: text for argument, text in log.arguments.items() if argument != "data_path"},
         **{name: [getattr(interval, field) for interval in intervals] for name, field in columns.items()},
         "samples_per_second": getattr(log, f"{kind}_speeds"),
-        "samples_per_second_is": SPEEDS[kind],
+        "samples_per_second_is": SPEED_TEXTS[kind],
         "tera_flops": log.tera_flops,
         "memory_mb": log.memory_mb,
         "timers_ms": log.timers_ms,
@@ -135,14 +134,14 @@ def _raw(log: RawLog, name: str, intervals: list[Interval]) -> dict[str, Any]:
 
 def _world_size(log: RawLog) -> int:
     """Return the number of GPUs that shared the training; 1 if the log does not tell it."""
-    return log.world_size or _whole(log.arguments.get("world_size")) or 1
+    return log.world_size or _whole_number(log.arguments.get("world_size")) or 1
 
 
 def _model_parallel(log: RawLog) -> int:
     """Return the number of parts into which the model was cut, each on a GPU of its own; 1 if the log does not tell
     it."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size")
-    return math.prod(_whole(log.arguments.get(name)) or 1 for name in names)
+    return math.prod(_whole_number(log.arguments.get(name)) or 1 for name in names)
 
 
 def _batch_size(log: RawLog, intervals: list[Interval]) -> int:
@@ -150,23 +149,28 @@ def _batch_size(log: RawLog, intervals: list[Interval]) -> int:
     least: Megatron's name for the batch of one GPU is micro-batch. Raises NotALog if the steps differ."""
     sizes = sorted({interval.batch_size for interval in intervals if interval.batch_size is not None})
     ramp = log.arguments.get("rampup_batch_size", "None")
-    steps = ""
+    problem = ""
     if len(sizes) > 1:
-        steps = f"steps of {sizes[0]:g} to {sizes[-1]:g} samples"
+        problem = f"steps of {sizes[0]:g} to {sizes[-1]:g} samples"
     elif not sizes and ramp not in ("None", "[]"):
-        steps = f"a ramp-up of the batch ({ramp:.40})"
-    if steps:
-        raise NotALog(f"expected steps of one batch size, got {steps}; try a log from after the ramp-up")
+        problem = f"a ramp-up of the batch ({ramp:.40})"
+    if problem:
+        raise NotALog(f"expected steps of one batch size, got {problem}; try a log from after the ramp-up")
     if sizes and not (sizes[0] >= 1 and sizes[0].is_integer()):
         raise NotALog(f"expected a whole number as its global batch size, got {sizes[0]:g}")
     if sizes:
         return int(sizes[0])
-    micro = next((log.arguments[name] for name in SIZES["batch_size"] if name in log.arguments), None)
+    sizes_of_gpu = [log.arguments[name] for name in SIZE_ARGUMENTS["batch_size"] if name in log.arguments]
+    batch_of_gpu = _whole_number(sizes_of_gpu[0]) if sizes_of_gpu else 0
     replicas = (
-        _whole(log.arguments.get("data_parallel_size")) or _world_size(log) // _model_parallel(log) or 1
+        _whole_number(log.arguments.get("data_parallel_size"))
+        or _world_size(log) // _model_parallel(log)
+        or 1
     )
     stated = (
-        _whole(log.arguments.get("global_batch_size")) or log.samples_per_step or replicas * _whole(micro)
+        _whole_number(log.arguments.get("global_batch_size"))
+        or log.samples_per_step
+        or replicas * batch_of_gpu
     )
     header = log.first_line.get("workload", {}).get("batch_size")
     return stated or (header if isinstance(header, int) else 0) or int(log.name["batch_size"])
@@ -176,7 +180,7 @@ def _contradictions(log: RawLog, batch_size: int) -> list[str]:
     """Return a text for each fact (the method or a size) on which the log's name and its lines disagree."""
     workload = log.first_line.get("workload", {})
     stated: dict[str, Any] = {}
-    for size, arguments in SIZES.items():
+    for size, arguments in SIZE_ARGUMENTS.items():
         stated[size] = next(
             (log.arguments[name] for name in arguments if name in log.arguments), workload.get(size)
         )
@@ -188,7 +192,7 @@ def _contradictions(log: RawLog, batch_size: int) -> list[str]:
     ]
 
 
-def _appended(log: RawLog) -> list[str]:
+def _appended_runs(log: RawLog) -> list[str]:
     """Return a text if the log lists arguments after steps, too. Then it holds several runs, of whose arguments the
     last ones count. A list before the first step may be there twice, as in STRONGHOLD's logs."""
     num_runs = len(log.starts)
@@ -199,16 +203,16 @@ def _appended(log: RawLog) -> list[str]:
     )
 
 
-def _unread(log: RawLog, intervals: list[Interval]) -> list[str]:
+def _unread_lines(log: RawLog, intervals: list[Interval]) -> list[str]:
     """Return a text for each kind of line about a step that could not be read, or only in part."""
-    doubts, parts = [], [interval.unread for interval in intervals if interval.unread]
+    doubts, unread_texts = [], [interval.unread for interval in intervals if interval.unread]
     if log.num_unread_steps:
         doubts.append(
             f"{counted(log.num_unread_steps, 'line')} like a step's could not be read: {log.unread_step!r}"
         )
-    if parts:
+    if unread_texts:
         doubts.append(
-            f"{len(parts)} of {len(intervals)} iteration lines were read in part, without {parts[0]!r}"
+            f"{len(unread_texts)} of {len(intervals)} iteration lines were read in part, without {unread_texts[0]!r}"
         )
     if num_untimed := sum(interval.elapsed_ms is None for interval in intervals):
         doubts.append(f"{num_untimed} of {len(intervals)} iteration lines tell no time of a step in ms or s")
@@ -224,13 +228,17 @@ def _workload(log: RawLog, batch_size: int, doubts: list[str]) -> tuple[Workload
         "batch_size": batch_size,
     }
     stated = {name: value for name, value in log.first_line.get("workload", {}).items() if name not in sizes}
-    stated |= {name: scalar(log.arguments[word]) for word, name in FIELDS.items() if word in log.arguments}
+    stated |= {
+        name: parsed_scalar(log.arguments[word])
+        for word, name in WORKLOAD_FIELDS.items()
+        if word in log.arguments
+    }
     if log.vocab_size:
         stated["vocab_size"] = log.vocab_size
     if "data_path" in log.arguments:  # only the file's name: folders could tell a person's name
         stated["corpus"] = re.split(r"[/\\]", log.arguments["data_path"].strip("[]'\" "))[-1]
     if "params_dtype" in log.arguments:
-        stated["dtype"] = PRECISIONS.get(log.arguments["params_dtype"], log.arguments["params_dtype"])
+        stated["dtype"] = DTYPES.get(log.arguments["params_dtype"], log.arguments["params_dtype"])
     fields = vars(Workload())
     legible = {
         name: value for name, value in stated.items() if name in fields and _is_like(value, fields[name])
@@ -253,18 +261,19 @@ def _is_like(value: Any, default: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _options(log: RawLog) -> dict[str, Any]:
+def _method_options(log: RawLog) -> dict[str, Any]:
     """Return the options that the log tells, the number of GPUs among them if there are several. If it tells none, and
     the method has a window, return the window in the log's name."""
     if log.first_line:
         return dict(log.first_line["options"])
     ranks = {"world_size": _world_size(log)} if _world_size(log) > 1 else {}
-    known = log.name["method"] in method.names() and method.option_names(method.load(log.name["method"]))
-    has_window = "gl_window_size" in log.arguments or (known and "window_size" in known)
+    method_name = log.name["method"]
+    option_names = method.option_names(method.load(method_name)) if method_name in method.names() else ()
+    has_window = "gl_window_size" in log.arguments or "window_size" in option_names
     return {"window_size": log.name["window"], **ranks} if has_window else ranks
 
 
-def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
+def _scheduled_intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
     """Return four values: the logged intervals in order, the number of steps in an interval, the number of steps that
     the run was to do, and doubts.
 
@@ -273,7 +282,9 @@ def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
     """
     totals = Counter(interval.total for interval in log.intervals)
     total = max(
-        totals, key=lambda number: (totals[number], number), default=_whole(log.arguments.get("train_iters"))
+        totals,
+        key=lambda number: (totals[number], number),
+        default=_whole_number(log.arguments.get("train_iters")),
     )
     steps = log.first_line.get("steps") or total or 1
     intervals = {
@@ -281,11 +292,11 @@ def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
         for interval in log.intervals
         if 0 < interval.iteration <= steps and interval.total == total
     }
-    interval_steps = _whole(log.arguments.get("log_interval"))
+    interval_steps = _whole_number(log.arguments.get("log_interval"))
     if log.first_line:
         interval_steps = min(INTERVAL_STEPS, steps)
-    num_fitting = sum(step % interval_steps == 0 for step in intervals) if interval_steps else 0
-    if not interval_steps or (intervals and num_fitting * 2 <= len(intervals)):
+    num_on_schedule = sum(step % interval_steps == 0 for step in intervals) if interval_steps else 0
+    if not interval_steps or (intervals and num_on_schedule * 2 <= len(intervals)):
         interval_steps = math.gcd(*intervals) or 1
     legible = [intervals[step] for step in sorted(intervals) if step % interval_steps == 0]
     last = legible[-1].iteration if legible else 0
@@ -299,11 +310,11 @@ def _intervals(log: RawLog) -> tuple[list[Interval], int, int, list[str]]:
     return legible, interval_steps, max(1, steps), doubts
 
 
-def _whole(text: str | None) -> int:
+def _whole_number(text: str | None) -> int:
     return int(text) if text is not None and re.fullmatch(r"\d{1,9}", text) else 0
 
 
-def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, dict[str, Any]]:
+def _end_of_run(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, str, JsonObject]:
     """Return the status, phase, reason and evidence of the run's end."""
     if log.first_line and log.last_line:
         status, phase, done, reason = log.last_line
@@ -311,7 +322,7 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
             return status, phase, reason, {}
     last = intervals[-1].iteration if intervals else 0
     ends = sorted(log.ends.items())
-    evidence: dict[str, Any] = {"ends": [text for _, text in ends]} if ends else {}
+    evidence: JsonObject = {"ends": [text for _, text in ends]} if ends else {}
     if last and (last == steps or (log.exit_iteration or 0) >= steps):
         return "ok", "done", "", evidence
     if last:
@@ -322,14 +333,14 @@ def _end(log: RawLog, intervals: list[Interval], steps: int) -> tuple[str, str, 
         phase, where = "start", "before its first logged iteration"
     if not ends:
         return "interrupted", phase, f"the log ends {where} without a reason", evidence
-    place, text = ends[0]
-    status, _, meaning = ENDS[place]
+    end_index, text = ends[0]
+    status, _, meaning = RUN_ENDS[end_index]
     if not meaning:
         return status, phase, f"{where}: {text}", evidence
     return status, phase, f"{where}: {text} ({meaning})", {**evidence, "meaning": meaning}
 
 
-def _parameters(log: RawLog, workload: Workload, doubts: list[str]) -> dict[str, Any]:
+def _parameter_counts(log: RawLog, workload: Workload, doubts: list[str]) -> JsonObject:
     """Return the parameter counts that the log tells. If they differ from the workload's, the key `other_parameters`
     says so. If the model was cut, each count is one part's, so none is compared, and a doubt says so."""
     billions = [count for count in log.parameters_billion if count]
@@ -347,18 +358,19 @@ def _parameters(log: RawLog, workload: Workload, doubts: list[str]) -> dict[str,
     return {**stated, "other_parameters": f"the log counts {count_text} parameters, {sizes}"}
 
 
-def _implausible(log: RawLog, job: Job, intervals: list[Interval], interval_steps: int) -> list[str]:
+def _implausible_numbers(log: RawLog, job: Job, intervals: list[Interval], interval_steps: int) -> list[str]:
     """Return a text for each number of the log that its times, sizes and batches contradict."""
     doubts, load = [], job.workload
     is_whole = bool(intervals) and intervals[0].iteration == interval_steps
-    before = [Interval(0, 0, None, None, None, consumed=0.0)] if is_whole else []
-    grown = [
-        (after.consumed - first.consumed) / (after.iteration - first.iteration)
-        for first, after in itertools.pairwise([*before, *intervals])
-        if first.consumed is not None and after.consumed is not None and after.consumed > first.consumed
-    ]
-    if other := next((size for size in grown if size != load.batch_size), None):
-        doubts.append(f"its consumed samples grow by {other:g} a step, its batch has {load.batch_size}")
+    start = [Interval(0, 0, None, None, None, consumed=0.0)] if is_whole else []
+    samples_per_step = []
+    for before, after in itertools.pairwise([*start, *intervals]):
+        if before.consumed is None or after.consumed is None or after.consumed <= before.consumed:
+            continue
+        num_steps = after.iteration - before.iteration
+        samples_per_step.append((after.consumed - before.consumed) / num_steps)
+    if other_size := next((size for size in samples_per_step if size != load.batch_size), None):
+        doubts.append(f"its consumed samples grow by {other_size:g} a step, its batch has {load.batch_size}")
     times = [interval.elapsed_ms / 1000 for interval in intervals if interval.elapsed_ms]
     speeds = log.interval_speeds or log.cumulative_speeds
     if times and speeds:

@@ -15,8 +15,7 @@ from harness.base.console import counted
 from harness.core.job import gib
 from harness.devices import machine
 from papers.claims import verify
-from papers.claims.campaign import Campaign, closing_line
-from papers.claims.collect import CaseCall, collect
+from papers.claims.campaign import Campaign, CaseCall, campaign_text, run_case
 from papers.figures import case, case_files
 from papers.report import tables
 
@@ -31,10 +30,10 @@ def show_case(number: int, profile: str | None, machine: str | None, results: Pa
 
     out = results / "figures"
     out.mkdir(parents=True, exist_ok=True)
-    collect(CaseCall(str(number), results, profile, machine, out=out))
+    run_case(CaseCall(str(number), results, profile, machine, out=out))
     stem = case_files.stem(number, case.profile_of(profile, machine).name, out)
     rows, _ = case_files.read_csv(Path(f"{stem}.csv"))
-    display(tables.texts(tables.row_table("", rows, [])).style.hide(axis="index"))
+    display(tables.cell_texts(tables.row_table("", rows, [])).style.hide(axis="index"))
     display(Image(f"{stem}.png"))
 
 
@@ -59,7 +58,7 @@ def show_minutes(profile: str | None, machine: str | None, results: Path) -> Non
     case_profile = case.profile_of(profile, machine)
     for number in case.numbers_of_all():
         runs = Campaign([number], case_profile, results).planned()
-        print(f"case {number}: {closing_line(runs, case_profile)}")
+        print(f"case {number}: {campaign_text(runs, case_profile)}")
 
 
 def clean_up(results: Path, everything: bool = False) -> None:

@@ -20,6 +20,7 @@ from pandas import DataFrame
 
 from cases import overlap
 from harness.base.console import counted
+from harness.base.json_object import JsonObject
 from harness.base.whole_file import check_replaceable, own_folder, write_page
 from harness.core import method
 from harness.core.record import Record, added_folders, read_all
@@ -27,11 +28,10 @@ from harness.devices import named_machines
 from harness.jobs.command import repeat_command
 from harness.plan import advise
 from papers.claims import fairness, verify
-from papers.claims.examine import shortened
-from papers.claims.judge import Finding
+from papers.claims.judge import IMPORTED, PUBLISHED, VERDICTS, Finding, is_of_logs, shortened
 from papers.figures import case, plot
 from papers.figures import profile as scaled
-from papers.figures.point import FEWEST_FOR_INTERVAL, FigureRow, machine_of
+from papers.figures.point import MIN_RUNS_FOR_INTERVAL, FigureRow, machine_of
 from papers.figures.profile import CaseProfile
 from papers.report import conclusion
 from papers.report import tables as pages
@@ -40,7 +40,7 @@ from papers.report.tables import Cell, Entry
 TEMPLATES = Path(__file__).parent
 PAGE, REVIEW = "index.html", "review.md"
 # facts that belong to a run, not to its machine
-PASSING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "source")
+CHANGING_FACTS = ("load_average", "foreign_processes", "ranks", "peak_rank", "source")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SentIn:
     records: DataFrame
 
 
-def write(
+def write_report(
     results: Path, out: Path | None = None, profile: str | None = None, machine: str | None = None
 ) -> list[Path]:
     """Write the page and, beside it, the review; return their paths.
@@ -91,7 +91,7 @@ def write(
         )
     check_replaceable(page, b"<!DOCTYPE html>")
     check_replaceable(page.parent / REVIEW, b"# Review of measurements")
-    values = gather(results, profile, machine)
+    values = template_values(results, profile, machine)
     texts = {page: _render("report.html.j2", values), page.parent / REVIEW: _render("review.md.j2", values)}
     if out is None:
         own_folder(page.parent)
@@ -100,14 +100,14 @@ def write(
         *values["sections"],
         *(section for sent in values["sent_in"] for section in sent.sections),
     ):
-        data = pages.texts(section.table).to_csv(index=False, lineterminator="\n")
+        data = pages.cell_texts(section.table).to_csv(index=False, lineterminator="\n")
         write_page(page.parent / section.csv, data)
     for path, text in texts.items():
         write_page(path, text)
     return list(texts)
 
 
-def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
+def read_records(results: Path) -> tuple[dict[Path, Record], list[str]]:
     """Return the records by their paths, and a complaint about each file that is not a valid record. Raises ValueError
     if there is no valid record."""
     records, complaints = read_all(results)
@@ -127,41 +127,42 @@ def recorded(results: Path) -> tuple[dict[Path, Record], list[str]]:
     return records, complaints
 
 
-def gather(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
+def template_values(results: Path, profile: str | None = None, machine: str | None = None) -> dict[str, Any]:
     """Return the values for the templates of the page and of the review, by the names that the templates use."""
-    recorded_files, complaints = recorded(results)
-    entries = _entries(recorded_files, machine)
+    recorded_files, complaints = read_records(results)
+    entries = _numbered_entries(recorded_files, machine)
     records = [entry.record for entry in entries]
     runs = [record for record in records if record.origin == "run"]
     findings = verify.findings(results, None, machine)
-    published = verify.findings(results, verify.PUBLISHED, None)
-    sections = list(figures(entries, profile, results))
+    published = verify.findings(results, PUBLISHED, None)
+    sections = list(page_sections(entries, profile, results))
     advice = advise.advice_of_records(records)
-    machines = _unique(pages.machine(record) for record in runs)
+    answers = fairness.column_answers(fairness.fairness_rows(records))
+    machines = _unique(pages.machine_text(record) for record in runs)
     return {
-        "conclusion": conclusion.sentences(records, findings, machines),
+        "conclusion": conclusion.opening_sentences(records, findings, machines),
         "sections": sections,
-        "sent_in": list(sent_in(results, machine, len(entries))),
+        "sent_in": list(read_sent_in(results, machine, len(entries))),
         "claims": pages.claim_table(findings, published, entries),
-        "claims_shown": pages.claims_shown(findings, published, entries),
-        "summary": pages.summary(entries),
+        "claims_shown": pages.shown_claim_tables(findings, published, entries),
+        "summary": pages.summary_table(entries),
         "advice": advice and pages.advice_table(advice, entries),
         "findings": findings,
-        "tally": tally(findings),
-        "tally_published": tally(published),
-        "fairness": pages.table("What each method ran with", fairness.answers(fairness.rows(records))),
-        "records": pages.table("Every record, oldest first", map(pages.record_row, entries)),
+        "tally": count_verdicts(findings),
+        "tally_published": count_verdicts(published),
+        "fairness": pages.make_table("What each method ran with", answers),
+        "records": pages.make_table("Every record, oldest first", map(pages.record_row, entries)),
         "entries": entries,
         "left_out": [complaint.replace(f"{results}/", "") for complaint in complaints],
         "others": len(recorded_files) - len(entries),
-        "ends": Counter(pages.outcome(record) for record in runs),
-        "log_ends": Counter(pages.outcome(record) for record in records if record.origin == verify.IMPORTED),
-        "untrained": untrained(entries),
-        "of_logs": verify.is_of_logs(findings),
-        "doubts": _doubts(runs, len(records) - len(runs)),
+        "ends": Counter(pages.outcome_text(record) for record in runs),
+        "log_ends": Counter(pages.outcome_text(record) for record in records if record.origin == IMPORTED),
+        "untrained": untrained_entries(entries),
+        "of_logs": is_of_logs(findings),
+        "doubts": _doubt_texts(runs, len(records) - len(runs)),
         "commands": [
             *(["./run.sh import LOGS..."] if len(runs) < len(records) else []),
-            *commands(runs, sections),
+            *repeat_commands(runs, sections),
         ],
         "profiles": _unique(section.profile for section in sections),
         "clocks": _unique(plot.CLOCKS.get(record.clock, record.clock) for record in runs),
@@ -173,18 +174,19 @@ def gather(results: Path, profile: str | None = None, machine: str | None = None
     }
 
 
-def _entries(recorded_files: dict[Path, Record], machine: str | None) -> list[Entry]:
+def _numbered_entries(recorded_files: dict[Path, Record], machine: str | None) -> list[Entry]:
     """Number the records of the machine; None: all records, which must be of one machine."""
-    chosen = {id(record) for record in verify.of_one_machine(list(recorded_files.values()), machine)}
-    kept = [(path, record) for path, record in recorded_files.items() if id(record) in chosen]
-    return [Entry(number, path, record) for number, (path, record) in enumerate(kept, start=1)]
+    machine_records = verify.of_one_machine(list(recorded_files.values()), machine)
+    ids = {id(record) for record in machine_records}
+    files = [(path, record) for path, record in recorded_files.items() if id(record) in ids]
+    return [Entry(number, path, record) for number, (path, record) in enumerate(files, start=1)]
 
 
 def _facts_texts(record: Record) -> list[str]:
-    return [pages.pairs(lasting(record.machine)), pages.pairs(lasting(record.software))]
+    return [pages.facts_text(lasting_facts(record.machine)), pages.facts_text(lasting_facts(record.software))]
 
 
-def _doubts(runs: Sequence[Record], num_imported: int) -> list[str]:
+def _doubt_texts(runs: Sequence[Record], num_imported: int) -> list[str]:
     """Return the texts on what speaks against the numbers of these runs."""
     commits = _unique(" ".join(str(record.software.get("commit")).split()) for record in runs)
     reasons = {
@@ -193,48 +195,50 @@ def _doubts(runs: Sequence[Record], num_imported: int) -> list[str]:
         "num_runs": len(runs),
         "dirty": any(commit.endswith("+") for commit in commits),
         "imported": num_imported,
-        "fewest": FEWEST_FOR_INTERVAL,
+        "fewest": MIN_RUNS_FOR_INTERVAL,
     }
     return _render("doubts.txt.j2", reasons).splitlines()
 
 
-def sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]:
+def read_sent_in(results: Path, machine: str | None, number: int) -> Iterator[SentIn]:
     """Yield the results that others sent in, one machine after another. On the page, the records of these results are
     numbered from `number` + 1 on."""
     for folder in added_folders(results):
         recorded_files = read_all(folder)[0].items()
-        part = (machine or "").lower()
-        chosen = [(path, record) for path, record in recorded_files if part in machine_of(record).lower()]
+        name_part = (machine or "").lower()
+        files = [(path, record) for path, record in recorded_files if name_part in machine_of(record).lower()]
         entries = [
-            Entry(number + place, path, record) for place, (path, record) in enumerate(chosen, start=1)
+            Entry(entry_number, path, record)
+            for entry_number, (path, record) in enumerate(files, start=number + 1)
         ]
         if not entries:
             continue
         number += len(entries)
         sections = [
-            dataclasses.replace(section, sender=folder.name) for section in figures(entries, None, folder)
+            dataclasses.replace(section, sender=folder.name)
+            for section in page_sections(entries, None, folder)
         ]
-        name = pages.machine(entries[-1].record)
+        name = pages.machine_text(entries[-1].record)
         yield SentIn(
-            name, entries, sections, pages.table(f"Records of {name}", map(pages.record_row, entries))
+            name, entries, sections, pages.make_table(f"Records of {name}", map(pages.record_row, entries))
         )
 
 
-def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:
+def page_sections(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iterator[PageSection]:
     """Yield every figure of these records, one case after another. `wanted`: the only profile whose figures are
     yielded; None: all profiles. Raises ValueError if there is no figure of the wanted profile."""
     records = [entry.record for entry in entries]
-    cases, traced = list(tables(records, results)), list(traces(records, results))
+    cases, traced = list(case_tables(records, results)), list(traced_timelines(records, results))
     profiles = (*(case_profile.name for case_profile, _, _ in cases), *(profile for profile, _ in traced))
-    names = dict.fromkeys((*scaled.NAMES, *profiles))
+    names = dict.fromkeys((*scaled.PROFILE_NAMES, *profiles))
     if wanted is not None and wanted not in names:
         raise ValueError(f"--profile: expected one of {', '.join(names)}, got {wanted!r}")
     cases = [entry for entry in cases if wanted in (None, entry[0].name, entry[0].kind)]
     traced = [entry for entry in traced if wanted in (None, entry[0], entry[0].split("_")[0])]
     if wanted is not None and not cases and not traced:
-        raise ValueError(f"no record of profile {wanted}: try {scaled.call('all', wanted)}")
+        raise ValueError(f"no record of profile {wanted}: try {scaled.profile_command('all', wanted)}")
     for case_profile, number, rows in cases:
-        yield _case_section(case_profile, number, [*rows, *case.published(number)], entries)
+        yield _case_section(case_profile, number, [*rows, *case.published_rows(number)], entries)
     for profile, timelines in traced:
         yield _overlap_section(profile, timelines, entries)
 
@@ -242,20 +246,20 @@ def figures(entries: Sequence[Entry], wanted: str | None, results: Path) -> Iter
 def _case_section(
     case_profile: CaseProfile, number: int, rows: Sequence[FigureRow], entries: Sequence[Entry]
 ) -> PageSection:
-    its_case, note = case.load(number), f"profile {case_profile.name}"
+    this_case, note = case.load_case(number), f"profile {case_profile.name}"
     table = pages.row_table(f"Case {number}, {note}: the numbers of the figure", rows, entries)
-    return _section(number, case_profile.name, its_case.title, its_case.figure(rows, note), table)
+    return _section(number, case_profile.name, this_case.title, this_case.figure(rows, note), table)
 
 
 def _overlap_section(
     profile: str, timelines: Sequence[overlap.StepTimeline], entries: Sequence[Entry]
 ) -> PageSection:
     title, note = str(overlap.__doc__).partition("\n")[0], f"profile {profile}"
-    rows = overlap.table(timelines).to_dict("records")
-    table = pages.table(f"Case overlap, {note}: the numbers of the figure", rows)
+    rows = overlap.timeline_table(timelines).to_dict("records")
+    table = pages.make_table(f"Case overlap, {note}: the numbers of the figure", rows)
     keys = [[timeline.record.key] if timeline.record else [] for timeline in timelines]
     table["records"] = [Cell(links=pages.numbers_of(timeline_keys, entries)) for timeline_keys in keys]
-    return _section(overlap.NAME, profile, title, overlap.figure(timelines, note), table)
+    return _section(overlap.NAME, profile, title, overlap.timeline_figure(timelines, note), table)
 
 
 def _section(
@@ -265,75 +269,79 @@ def _section(
     return PageSection(str(name), profile, title, svg, plot.notes(drawing), table)
 
 
-def tables(
+def case_tables(
     records: Sequence[Record], results: Path | None = None
 ) -> Iterator[tuple[CaseProfile, int, list[FigureRow]]]:
     """Yield each profile and case for which there are records, with this project's rows, without the published ones."""
-    for case_profile in _profiles(records):
+    for case_profile in _profiles_of_runs(records):
         for number in case.numbers():
             with contextlib.suppress(ValueError):  # this case has no record
-                yield case_profile, number, case.table(number, case_profile, records, results)
+                yield case_profile, number, case.figure_rows(number, case_profile, records, results)
 
 
-def traces(records: Sequence[Record], results: Path) -> Iterator[tuple[str, list[overlap.StepTimeline]]]:
+def traced_timelines(
+    records: Sequence[Record], results: Path
+) -> Iterator[tuple[str, list[overlap.StepTimeline]]]:
     """Yield, for each trace that belongs to these records, its profile and the timelines that its figure shows."""
-    for profile in overlap.profiles(records):
+    for profile in overlap.traced_profiles(records):
         with contextlib.suppress(ValueError):  # the trace's file is gone
-            yield profile, overlap.shown(profile, results, records)
+            yield profile, overlap.timelines_shown(profile, results, records)
 
 
-def _profiles(records: Sequence[Record]) -> Iterator[CaseProfile]:
+def _profiles_of_runs(records: Sequence[Record]) -> Iterator[CaseProfile]:
     """Yield each profile to which a run of these records belongs. A profile may have the memories of a machine in
     machines.yaml."""
     runs = [record for record in records if record.origin == "run"]
-    wanted = itertools.product(scaled.NAMES, (None, *named_machines.names()))
+    wanted = itertools.product(scaled.PROFILE_NAMES, (None, *named_machines.names()))
     seen: list[CaseProfile] = []
-    for case_profile in case.possible(wanted, runs[-1].machine if runs else {}):
+    for case_profile in case.possible_profiles(wanted, runs[-1].machine if runs else {}):
         # two machines may give equal profiles
         nameless = dataclasses.replace(case_profile, name=case_profile.kind)
-        if nameless not in seen and any(case.is_of(case_profile, record.job) for record in runs):
+        if nameless not in seen and any(case.has_job(case_profile, record.job) for record in runs):
             seen.append(nameless)
             yield case_profile
 
 
-def tally(findings: Sequence[Finding]) -> dict[str, int]:
+def count_verdicts(findings: Sequence[Finding]) -> dict[str, int]:
     """Return the number of claims with each verdict that occurs."""
     counts = Counter(finding.verdict for finding in findings)
-    return {verdict: counts[verdict] for verdict in verify.VERDICTS if counts[verdict]}
+    return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
 
 
-def untrained(entries: Sequence[Entry]) -> list[Entry]:
+def untrained_entries(entries: Sequence[Entry]) -> list[Entry]:
     """Return the runs that crashed or failed the gate. An interrupted run is left out if its job was completed
     later."""
-    ended = {entry.record.key for entry in entries if entry.record.is_result}
-    bad = [entry for entry in entries if entry.verdict.look == pages.BAD]
-    return [entry for entry in bad if entry.record.is_result or entry.record.key not in ended]
+    completed_keys = {entry.record.key for entry in entries if entry.record.is_result}
+    bad_entries = [entry for entry in entries if entry.verdict.look == pages.BAD]
+    return [
+        entry for entry in bad_entries if entry.record.is_result or entry.record.key not in completed_keys
+    ]
 
 
-def commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
+def repeat_commands(runs: Sequence[Record], sections: Sequence[PageSection]) -> list[str]:
     """Return the commands that repeat the runs: first the commands of cases, by profile, then the commands of jobs that
     belong to no case. The reference's runs need no command, because a run that is judged by the reference starts it."""
     of_all = [str(number) for number in case.numbers_of_all()]
     cases = _unique(
-        scaled.call("all" if section.case in of_all else section.case, section.profile)
+        scaled.profile_command("all" if section.case in of_all else section.case, section.profile)
         for section in sections
     )
-    profiles_of_runs = list(_profiles(runs))
+    profiles_of_runs = list(_profiles_of_runs(runs))
     references = {
         record.gate.evidence.get("reference") for record in runs if record.job.method != method.reference()
     }
-    loose = _unique(
+    commands_of_jobs = _unique(
         repeat_command(record)
         for record in runs
         if record.key not in references
-        and not any(case.is_of(profile, record.job) for profile in profiles_of_runs)
+        and not any(case.has_job(profile, record.job) for profile in profiles_of_runs)
     )
-    return [*cases, *loose, "./run.sh verify", "./run.sh report"]
+    return [*cases, *commands_of_jobs, "./run.sh verify", "./run.sh report"]
 
 
-def lasting(facts: dict[str, Any]) -> dict[str, Any]:
+def lasting_facts(facts: JsonObject) -> JsonObject:
     """Return those facts of a machine, or of its software, that do not change from run to run."""
-    return {name: fact for name, fact in facts.items() if name not in PASSING_FACTS}
+    return {name: fact for name, fact in facts.items() if name not in CHANGING_FACTS}
 
 
 def _unique(texts: Iterable[str]) -> list[str]:
@@ -351,11 +359,11 @@ def _render(name: str, values: dict[str, Any]) -> str:
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"markdown": markdown, "counted": counted}
+    environment.filters |= {"markdown": markdown_cell, "counted": counted}
     return environment.get_template(name).render(values)
 
 
-def markdown(text: str) -> str:
+def markdown_cell(text: str) -> str:
     """Return the text as one cell of a Markdown table, with Markdown's own characters escaped."""
     return " ".join(
         "".join(f"\\{character}" if character in "\\`*[<|" else character for character in text).split()

@@ -59,7 +59,7 @@ a change of these measure into a new folder of results.
 # Matches a line that declares a field of a class: the comment above it, its name, its type and default, and the comment
 # beside it.
 FIELD = re.compile(r"(?:^    # (.*)\n)?^    ([a-z]\w*): ([^#\n]+?)(?: *# *(.*))?$", re.MULTILINE)
-PARTS = (
+RECORD_TYPES = (
     Record,
     Job,
     Workload,
@@ -77,7 +77,7 @@ PARTS = (
 
 def page() -> str:
     head = HEAD.format(version=record.SCHEMA_VERSION, speed=record.SPEED)
-    return "\n".join([head, *map(_table, PARTS)])
+    return "\n".join([head, *map(_table, RECORD_TYPES)])
 
 
 def _table(kind: Any) -> str:
@@ -85,29 +85,29 @@ def _table(kind: Any) -> str:
     rows = [
         f"## {kind.__name__}",
         "",
-        textwrap.fill(_plain(inspect.getdoc(kind) or ""), 118),
+        textwrap.fill(_table_text(inspect.getdoc(kind) or ""), 118),
         "",
         "| field | type | meaning |",
         "|---|---|---|",
     ]
     for above, name, declared, beside in FIELD.findall(inspect.getsource(kind)):
         type_text, _, default = declared.partition(" = ")
-        type_text, mark = _mark(type_text.strip())
+        type_text, mark = _type_and_mark(type_text.strip())
         is_required = mark == "Required" or not (mark or default or getattr(kind, "__total__", True) is False)
         note = "; ".join(
-            part for part in ("required" if is_required else "", _plain(beside or above)) if part
+            part for part in ("required" if is_required else "", _table_text(beside or above)) if part
         )
-        rows.append(f"| `{name}` | {_plain(type_text).replace(' / ', ' or ')} | {note} |")
+        rows.append(f"| `{name}` | {_table_text(type_text).replace(' / ', ' or ')} | {note} |")
     return "\n".join([*rows, ""])
 
 
-def _mark(type_text: str) -> tuple[str, str]:
+def _type_and_mark(type_text: str) -> tuple[str, str]:
     """Return the type of a dictionary's key without its mark, and the mark: Required, NotRequired or ""."""
     match = re.fullmatch(r"(Required|NotRequired)\[(.*)\]", type_text)
     return (match[2], match[1]) if match else (type_text, "")
 
 
-def _plain(text: str) -> str:
+def _table_text(text: str) -> str:
     return " ".join(text.replace("|", "/").split())
 
 

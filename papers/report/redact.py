@@ -24,32 +24,38 @@ import psutil
 from harness.base.checkout import ROOT
 
 HOST, USER, HOME, ADDRESS, SECRET = "HOST", "USER", "~", "ADDRESS", "SECRET"
-NOBODY = ("localhost", "root", "/", "")  # names that tell nothing about a person or a machine
+HARMLESS_NAMES = ("localhost", "root", "/", "")  # names that tell nothing about a person or a machine
 # Paths in these system folders are not changed. Any other path is cut to its last name or, if it leads into a project
 # or a package, to the part within that.
-SYSTEM = "usr|lib|lib64|proc|sys|dev|etc|bin|run|var/run"
-HOMES = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)|\b[A-Za-z]:\\+Users\\+[^\\\s'\":]+")
-PROJECT = r"(?:site|dist)-packages/|(?:harness|places|methods|papers|cases|cli|tests|bench)/(?:\w+/)*\w+\.py"
-INSIDE = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT})")
-ELSEWHERE = re.compile(rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)")
+SYSTEM_FOLDERS = "usr|lib|lib64|proc|sys|dev|etc|bin|run|var/run"
+HOME_PATH = re.compile(r"/(?:home|Users)/[^/\s'\":]+|/root(?=/)|\b[A-Za-z]:\\+Users\\+[^\\\s'\":]+")
+PROJECT_PATH = (
+    r"(?:site|dist)-packages/|(?:harness|places|methods|papers|cases|cli|tests|bench)/(?:\w+/)*\w+\.py"
+)
+FOLDERS_BEFORE_PROJECT = re.compile(rf"(?<![^\s'\",:;=()\[\]{{}}])[^\s'\",:;=()\[\]{{}}]*/(?={PROJECT_PATH})")
+OTHER_PATH = re.compile(
+    rf"(?<![\w./~-])(?:~|/(?!(?:{SYSTEM_FOLDERS})/)[\w.@+~%=-]+)(?:/[\w.@+~%=-]+)*/([\w.@+~%=-]+)"
+)
 # Matches a path in quotes that contains blanks.
-QUOTED = re.compile(rf"(?<=['\"])/(?!(?:{SYSTEM})/)(?=[^'\"\n]* )[^'\"\n]*/([^'\"/\n]+)(?=['\"])")
-BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+QUOTED_PATH = re.compile(
+    rf"(?<=['\"])/(?!(?:{SYSTEM_FOLDERS})/)(?=[^'\"\n]* )[^'\"\n]*/([^'\"/\n]+)(?=['\"])"
+)
+ADDRESS_BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 # Matches the network address of any machine.
-ADDRESSES = re.compile(
-    rf"(?<![\w.:=-])(?!127\.|0\.0\.0\.0)(?:{BYTE}\.){{3}}{BYTE}(?![\w.])"
+NETWORK_ADDRESS = re.compile(
+    rf"(?<![\w.:=-])(?!127\.|0\.0\.0\.0)(?:{ADDRESS_BYTE}\.){{3}}{ADDRESS_BYTE}(?![\w.])"
     r"|(?<![\w:.])[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}(?![\w:])",
     re.IGNORECASE,
 )
-SECRETS = re.compile(
+SECRET_TEXT = re.compile(
     r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|sk-|xox[a-z]-|AKIA)[\w-]{12,}"
     r"|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
     r"|(?i:(?<=token=)|(?<=token: )|(?<=password=)|(?<=secret=)|(?<=api_key=)|(?<=bearer ))[\w.~+/-]{6,}=*"
 )
-PART_BEFORE, PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")
+WORD_PART_BEFORE, WORD_PART_AFTER = re.compile(r"[\w-]*$"), re.compile(r"[\w-]*")
 MOST_NODES = 10_000
-LONGEST = 100  # most characters before and after a name that may belong to the same word
-GPU = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
+MOST_WORD_CHARACTERS = 100  # most characters before and after a name that may belong to the same word
+GPU_UUID = re.compile(r"\b(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 
 
 @dataclass(frozen=True)
@@ -63,24 +69,24 @@ class Names:
 
     def text(self, text: str) -> str:
         """Return the text with the names replaced, and with the paths of all folders shortened."""
-        for folder, put in _longest_first(self.folders):
-            text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", put, text)
-        text = HOMES.sub(HOME, SECRETS.sub(SECRET, text.replace("file:///", "/")))
-        text = QUOTED.sub(r".../\1", ADDRESSES.sub(ADDRESS, text))
-        text = ELSEWHERE.sub(r".../\1", INSIDE.sub("", text))
-        for word, put in _longest_first(self.names):
-            domain = r"(?:\.[A-Za-z][\w-]*)*" if put == HOST else ""
+        for folder, replacement in _longest_first(self.folders):
+            text = re.sub(rf"{re.escape(folder)}(?![\w.-])/?", replacement, text)
+        text = HOME_PATH.sub(HOME, SECRET_TEXT.sub(SECRET, text.replace("file:///", "/")))
+        text = QUOTED_PATH.sub(r".../\1", NETWORK_ADDRESS.sub(ADDRESS, text))
+        text = OTHER_PATH.sub(r".../\1", FOLDERS_BEFORE_PROJECT.sub("", text))
+        for word, replacement in _longest_first(self.names):
+            domain = r"(?:\.[A-Za-z][\w-]*)*" if replacement == HOST else ""
             whole = rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])"
-            text = re.sub(f"({whole}){domain}", partial(self._put, put), text, flags=re.IGNORECASE)
-        return GPU.sub(r"\1-removed", text)
+            text = re.sub(f"({whole}){domain}", partial(self._put, replacement), text, flags=re.IGNORECASE)
+        return GPU_UUID.sub(r"\1-removed", text)
 
-    def _put(self, put: str, match: re.Match[str]) -> str:
+    def _put(self, replacement: str, match: re.Match[str]) -> str:
         """Return the replacement `put`; if the match is part of a known word, return the match itself."""
-        before = match.string[max(0, match.start(1) - LONGEST) : match.start(1)]
-        after = match.string[match.end(1) : match.end(1) + LONGEST]
-        start, end = PART_BEFORE.search(before), PART_AFTER.match(after)
+        before = match.string[max(0, match.start(1) - MOST_WORD_CHARACTERS) : match.start(1)]
+        after = match.string[match.end(1) : match.end(1) + MOST_WORD_CHARACTERS]
+        start, end = WORD_PART_BEFORE.search(before), WORD_PART_AFTER.match(after)
         assert start and end
-        return match[0] if f"{start[0]}{match[1]}{end[0]}".lower() in self.known else put
+        return match[0] if f"{start[0]}{match[1]}{end[0]}".lower() in self.known else replacement
 
     def value(self, value: Any) -> Any:
         """Return the JSON value with the names replaced in every text. The keys of objects are not changed."""
@@ -95,34 +101,38 @@ def _longest_first(names: Mapping[str, str]) -> list[tuple[str, str]]:
     return sorted(names.items(), key=lambda pair: (-len(pair[0]), pair))
 
 
-def names_here(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
+def names_to_remove(known: Iterable[str] = (), others: Iterable[str] = ()) -> Names:
     """Return the names to remove: the names of this machine, its users and this checkout, and the hosts in `others`.
     The words in `known` are not removed."""
     host = socket.gethostname()
     names = {host: HOST, host.partition(".")[0]: HOST, os.uname().nodename: HOST}
-    names |= dict.fromkeys(_users(), USER) | dict.fromkeys(others, HOST)
+    names |= dict.fromkeys(_user_names(), USER) | dict.fromkeys(others, HOST)
     for interface in psutil.net_if_addrs().values():
         addresses = (entry.address.partition("%")[0] for entry in interface)
         names |= {address: ADDRESS for address in addresses if not re.match(r"127\.|::1$|(00:)+00$", address)}
-    names = {name: put for name, put in names.items() if name.lower() not in NOBODY and len(name) > 1}
+    names = {
+        name: replacement
+        for name, replacement in names.items()
+        if name.lower() not in HARMLESS_NAMES and len(name) > 1
+    }
     folders = {str(Path.home()): f"{HOME}/", str(ROOT): ""}
     return Names(names, folders, frozenset(word.lower() for word in known))
 
 
-def nodes(text: str) -> Iterable[str]:
+def hosts_of_node_list(text: str) -> Iterable[str]:
     """Yield the hosts of a list in Slurm's notation, such as a1,b[2-4,07]. Of each range, yield at most MOST_NODES + 1
     hosts."""
     for before, ranges, after in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?([\w.-]*)", text):
-        for part in ranges.split(","):
-            first, _, last = part.partition("-")
-            if not first:
+        for number_range in ranges.split(","):
+            low, _, high = number_range.partition("-")
+            if not low:
                 yield f"{before}{after}"
-            elif len(first) < 10 > len(last):
-                for number in range(int(first), min(int(last or first), int(first) + MOST_NODES) + 1):
-                    yield f"{before}{number:0{len(first)}d}{after}"
+            elif len(low) < 10 > len(high):
+                for number in range(int(low), min(int(high or low), int(low) + MOST_NODES) + 1):
+                    yield f"{before}{number:0{len(low)}d}{after}"
 
 
-def _users() -> set[str]:
+def _user_names() -> set[str]:
     names = {Path.home().name}
     for ask in (getpass.getuser, lambda: pwd.getpwuid(os.getuid()).pw_name):
         with contextlib.suppress(KeyError, OSError):  # the user of a container may have no name

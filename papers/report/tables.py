@@ -20,25 +20,24 @@ from harness.core.record import Record
 from harness.jobs.command import repeat_command
 from harness.plan.accuracy import has_disk
 from harness.plan.advise import Advice, errors_text, fits_text, method_text
-from papers.claims import examine, judge, verify
-from papers.claims.examine import value_text
-from papers.claims.judge import Finding
+from papers.claims import judge
+from papers.claims.judge import Finding, value_text
 from papers.figures import points
 from papers.figures.point import METRICS, FigureRow
 
-GOOD, BAD, OPEN, DOUBT, THERE = "good", "bad", "open", "doubt", "there"
-LOOKS = {
+GOOD, BAD, OPEN, DOUBT, PUBLISHED_LOOK = "good", "bad", "open", "doubt", "there"
+LOOK_OF_VERDICT = {
     judge.PASS: GOOD,
     judge.FAIL: BAD,
     judge.XPASS: BAD,
     judge.XFAIL: OPEN,
-    examine.OPEN: OPEN,
+    judge.OPEN: OPEN,
     judge.SIMULATED: OPEN,
     judge.NOT_TESTED: OPEN,
     judge.OTHER_MACHINE: OPEN,
 }
-TENSORS, FAILED = "tensors", "failed"
-LOG = "imported log"
+TENSORS_FIELD, FAILED_VERDICT = "tensors", "failed"
+IMPORTED_LOG_TEXT = "imported log"
 CLAIM_TABLES = {
     "": "Claims that these records decide",
     judge.SIMULATED: "Claims that only a simulation speaks of",
@@ -79,7 +78,7 @@ class Entry:
             return Cell(f"passed ({record.gate.verdict})", look=GOOD)
         return (
             Cell("FAILED THE GATE", look=BAD)
-            if record.gate.verdict == FAILED
+            if record.gate.verdict == FAILED_VERDICT
             else Cell("not judged", look=OPEN)
         )
 
@@ -87,7 +86,9 @@ class Entry:
     def title(self) -> str:
         load = self.record.job.workload
         size = f"{counted(load.num_layers, 'layer')}, {params_text(load.num_params)} parameters"
-        return f"{self.record.job.method}, {size}" + ("" if self.record.origin == "run" else f" ({LOG})")
+        return f"{self.record.job.method}, {size}" + (
+            "" if self.record.origin == "run" else f" ({IMPORTED_LOG_TEXT})"
+        )
 
     @property
     def when(self) -> str:
@@ -101,21 +102,23 @@ class Entry:
     def facts(self) -> list[tuple[str, str]]:
         record, gate = self.record, self.record.gate
         facts = {
-            "ended": _joined(f"{record.status}, in phase {record.phase or 'unknown'}", record.reason),
-            "gate": _joined(gate.verdict, gate.reason, gate.text),
+            "ended": _joined_with_colons(
+                f"{record.status}, in phase {record.phase or 'unknown'}", record.reason
+            ),
+            "gate": _joined_with_colons(gate.verdict, gate.reason, gate.text),
             "run again": _run_again(record) if record.origin == "run" else "",
             "origin": f"{record.origin}, {self.when}, clock {record.clock}",
-            "options": points.options_text(record),
+            "options": points.record_options_text(record),
             "peaks": ", ".join(
                 f"{name.replace('_', ' ')} {gib(size)}" for name, size in record.peaks.items()
             ),
             "device memory": record.slowed_by,
-            "limits": pairs(record.limits),
-            "machine": pairs(record.machine),
-            "software": pairs(record.software),
+            "limits": facts_text(record.limits),
+            "machine": facts_text(record.machine),
+            "software": facts_text(record.software),
             "phases": ", ".join(f"{name} {seconds:.3g} s" for name, seconds in record.phase_seconds.items()),
             "kernels": ", ".join(record.kernels),
-            "method": pairs(record.description),
+            "method": facts_text(record.description),
             "data": record.data_sha256,
             "key": record.key,
             "file": self.path.name,
@@ -127,9 +130,11 @@ class Entry:
         """Return the record as JSON, one field on each line. Its tensors, which take most of a record, are replaced by
         their number."""
         fields = self.record.to_dict()
-        tensors = fields.pop(TENSORS)
+        tensors = fields.pop(TENSORS_FIELD)
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
-        return "{\n" + ",\n".join([*lines, f' "{TENSORS}": "{len(tensors)}, in {self.path.name}"']) + "\n}"
+        return (
+            "{\n" + ",\n".join([*lines, f' "{TENSORS_FIELD}": "{len(tensors)}, in {self.path.name}"']) + "\n}"
+        )
 
 
 def _run_again(record: Record) -> str:
@@ -142,11 +147,11 @@ def _run_again(record: Record) -> str:
     return f"{repeat_command(record)} {shlex.join([*added, '--rerun'])}"
 
 
-def _joined(*parts: str) -> str:
+def _joined_with_colons(*parts: str) -> str:
     return ": ".join(part for part in parts if part)
 
 
-def pairs(facts: Mapping[str, Any]) -> str:
+def facts_text(facts: Mapping[str, Any]) -> str:
     """Return facts as one line of text, with bytes in readable units. Empty facts are left out."""
     sizes = {
         name: gib(value)
@@ -157,23 +162,27 @@ def pairs(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, "", {}, []))
 
 
-def machine(record: Record) -> str:
+def machine_text(record: Record) -> str:
     """Return the machine of a record as one line of text."""
     gpu, cpu, cores, memory = (record.machine.get(name) for name in ("gpu", "cpu", "cores", "host_bytes"))
     parts = (gpu, cpu, cores and counted(cores, "core"), memory and f"{gib(memory)} of host memory")
     return ", ".join(str(part) for part in parts if part) or "an unnamed machine"
 
 
-def outcome(record: Record) -> str:
+def outcome_text(record: Record) -> str:
     """Return how a run ended, in words that can follow a number, as in "3 trained and passed the gate"."""
     if record.status != "ok":
         return f"ended as {record.status}"
     if record.gate.passed:
         return "trained and passed the gate"
-    return f"ran and {FAILED} the gate" if record.gate.verdict == FAILED else "ran and was not judged"
+    return (
+        f"ran and {FAILED_VERDICT} the gate"
+        if record.gate.verdict == FAILED_VERDICT
+        else "ran and was not judged"
+    )
 
 
-def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
+def make_table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
     """Return a table of these rows. A row has, by the column's name, a cell or a text that becomes a cell."""
     cells = DataFrame(list(rows), dtype=object)
     cells = cells.map(lambda cell: cell if isinstance(cell, Cell) else Cell(cell))
@@ -181,7 +190,7 @@ def table(caption: str, rows: Iterable[Mapping[str, Cell | str]]) -> DataFrame:
     return cells
 
 
-def texts(cells: DataFrame) -> DataFrame:
+def cell_texts(cells: DataFrame) -> DataFrame:
     """Return the texts of a table's cells, without the column of links to records."""
     return cells.drop(columns="records", errors="ignore").map(lambda cell: cell.text)
 
@@ -195,8 +204,8 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
     )
     return {
         "record": Cell("", entry.number, links=(entry.number,)),
-        "method": Cell(record.job.method, more="" if record.origin == "run" else LOG),
-        "options": Cell(more=points.options_text(record)),
+        "method": Cell(record.job.method, more="" if record.origin == "run" else IMPORTED_LOG_TEXT),
+        "options": Cell(more=points.record_options_text(record)),
         "layers": Cell(str(load.num_layers), load.num_layers),
         "hidden": Cell(str(load.hidden_size), load.hidden_size),
         "batch": Cell(str(load.batch_size), load.batch_size),
@@ -205,7 +214,9 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
         "samples/s": Cell("" if speed is None else f"{speed:.4g}", speed, more=record.slowed_by),
         "device peak": Cell("" if device is None else gib(device), device),
         "host peak": Cell(gib(host), host) if host else "",
-        "why": record.reason if record.status != "ok" else _joined(record.gate.reason, record.gate.text),
+        "why": record.reason
+        if record.status != "ok"
+        else _joined_with_colons(record.gate.reason, record.gate.text),
         "started": Cell(entry.when, record.started),
     }
 
@@ -213,7 +224,7 @@ def record_row(entry: Entry) -> dict[str, Cell | str]:
 def row_table(caption: str, rows: Sequence[FigureRow], entries: Sequence[Entry]) -> DataFrame:
     """Return a table of a figure's rows, ours and the published ones. Rows whose metric is not in METRICS are left
     out."""
-    return table(caption, [_figure_row(row, entries) for row in rows if row.metric in METRICS])
+    return make_table(caption, [_figure_row(row, entries) for row in rows if row.metric in METRICS])
 
 
 def _figure_row(row: FigureRow, entries: Sequence[Entry]) -> dict[str, Cell | str]:
@@ -254,46 +265,47 @@ def claim_table(
 ) -> DataFrame:
     """Return a table of claims, with two verdicts for each: by our records, and by the numbers that the original
     published."""
-    where, seen = (
-        ("imported logs", "seen in the logs") if verify.is_of_logs(findings) else ("here", "seen here")
-    )
+    verdict_heading, values_heading = "here", "seen here"
+    if judge.is_of_logs(findings):
+        verdict_heading, values_heading = "imported logs", "seen in the logs"
     published_by_id = {finding.claim.id: finding for finding in published}
-    return table(
-        "Claims of the papers",
-        [
+    rows: list[dict[str, Cell | str]] = []
+    for finding in findings:
+        claim, keys = finding.claim, {key for row in finding.rests_on for key in row.keys}
+        by_published = published_by_id[claim.id]
+        published_look = f"{LOOK_OF_VERDICT[by_published.verdict]} {PUBLISHED_LOOK}"
+        rows.append(
             {
-                "claim": finding.claim.id,
-                "said": f"{finding.claim.text} ({finding.claim.source})",
-                "expected": finding.claim.expected.text,
-                where: Cell(finding.verdict, look=LOOKS[finding.verdict]),
-                seen: Cell(finding.seen, more=why(finding)),
-                "records": Cell(
-                    links=numbers_of({key for row in finding.rests_on for key in row.keys}, entries)
-                ),
-                "published": Cell(other.verdict, look=f"{LOOKS[other.verdict]} {THERE}"),
-                "seen there": Cell(other.seen, more=why(other)),
+                "claim": claim.id,
+                "said": f"{claim.text} ({claim.source})",
+                "expected": claim.expected.text,
+                verdict_heading: Cell(finding.verdict, look=LOOK_OF_VERDICT[finding.verdict]),
+                values_heading: Cell(finding.values_text, more=finding_reason_text(finding)),
+                "records": Cell(links=numbers_of(keys, entries)),
+                "published": Cell(by_published.verdict, look=published_look),
+                "seen there": Cell(by_published.values_text, more=finding_reason_text(by_published)),
             }
-            for finding, other in ((finding, published_by_id[finding.claim.id]) for finding in findings)
-        ],
-    )
+        )
+    return make_table("Claims of the papers", rows)
 
 
-def claims_shown(
+def shown_claim_tables(
     findings: Sequence[Finding], published: Sequence[Finding], entries: Sequence[Entry]
 ) -> list[DataFrame]:
     """Return up to three tables of claims: those that the records decide, in the order of `verify`; those that no
     record tests; and those about another machine. An empty table is left out."""
     published_by_id = {finding.claim.id: finding for finding in published}
-    where = "imported logs" if verify.is_of_logs(findings) else "here"
-    by_verdict = sorted(findings, key=lambda finding: verify.VERDICTS.index(finding.verdict))
+    where = "imported logs" if judge.is_of_logs(findings) else "here"
+    by_verdict = sorted(findings, key=lambda finding: judge.VERDICTS.index(finding.verdict))
     tables = []
     for kind, caption in CLAIM_TABLES.items():
-        shown = [finding for finding in by_verdict if kind == _table_of(finding)]
-        if shown:
+        table_findings = [finding for finding in by_verdict if kind == _table_of(finding)]
+        if table_findings:
             rows = [
-                _claim_row(finding, published_by_id[finding.claim.id], where, entries) for finding in shown
+                _claim_row(finding, published_by_id[finding.claim.id], where, entries)
+                for finding in table_findings
             ]
-            tables.append(table(caption, rows))
+            tables.append(make_table(caption, rows))
             tables[-1].attrs["is_open"] = not kind
     return tables
 
@@ -309,18 +321,21 @@ def _claim_row(finding: Finding, other: Finding, where: str, entries: Sequence[E
     return {
         "sentence": Cell(claim.text, more=f"{claim.source}. {claim.id}: {claim.expected.text}"),
         "published": Cell(
-            other.seen or "no number", more=_joined(other.verdict, why(other)) if other.rests_on else ""
+            other.values_text or "no number",
+            more=_joined_with_colons(other.verdict, finding_reason_text(other)) if other.rests_on else "",
         ),
-        where: Cell(finding.seen, links=numbers_of(keys, entries)),
-        "verdict": Cell(finding.verdict, look=LOOKS[finding.verdict], more=why(finding)),
+        where: Cell(finding.values_text, links=numbers_of(keys, entries)),
+        "verdict": Cell(
+            finding.verdict, look=LOOK_OF_VERDICT[finding.verdict], more=finding_reason_text(finding)
+        ),
     }
 
 
-def summary(entries: Sequence[Entry]) -> DataFrame:
+def summary_table(entries: Sequence[Entry]) -> DataFrame:
     """Return a table with a row for each method and clock. For each size shown, the row has the speed, memory and
     verdict of the newest record that the gate has judged; where it judged none, of the newest one."""
     records = points.record_frame(entry.record for entry in entries).assign(
-        did=list(map(_did, entries)), is_judged=[_is_judged_result(entry.record) for entry in entries]
+        did=list(map(_result_cell, entries)), is_judged=[_is_judged_result(entry.record) for entry in entries]
     )
     newest_last = records.sort_values("is_judged", kind="stable")
     newest = newest_last.drop_duplicates(["method", "clock", "num_params"], keep="last")
@@ -335,7 +350,7 @@ def summary(entries: Sequence[Entry]) -> DataFrame:
         }
         for (name, clock), row in did[_sizes_shown(did.notna())].iterrows()
     ]
-    return table(
+    return make_table(
         "Samples/s, verdict, and peaks of memory of the newest judged record of each method and size", rows
     )
 
@@ -358,7 +373,7 @@ def _sizes_shown(is_there: DataFrame) -> list[int]:
     return sorted(list(dict.fromkeys([*shown, *is_there.columns[::-1]]))[:MOST_SIZES])
 
 
-def _did(entry: Entry) -> Cell:
+def _result_cell(entry: Entry) -> Cell:
     record, verdict = entry.record, entry.verdict
     speed, device, host = (
         record.samples_per_second,
@@ -407,16 +422,16 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
                 "predictions off by": errors_text(row),
             }
         )
-    cells = table(f"A step of {size}, on {advice.place.about}", rows)
+    cells = make_table(f"A step of {size}, on {advice.place.about}", rows)
     return cells[[name for name in cells if any(cell.text or cell.links for cell in cells[name])]]
 
 
-def why(finding: Finding) -> str:
+def finding_reason_text(finding: Finding) -> str:
     """Return the reasons for a finding as text: the profile of its rows, its note and, if one of its runs did not
     train, the verdict by the numbers alone."""
     measured = (
-        f"profile {finding.profile}" if finding.profile not in ("", verify.PUBLISHED, verify.IMPORTED) else ""
+        f"profile {finding.profile}" if finding.profile not in ("", judge.PUBLISHED, judge.IMPORTED) else ""
     )
-    alone = finding.numbers if finding.is_untrained else ""
-    numbers_text = f"its numbers by themselves {verify.NUMBERS_WORDS[alone]}" if alone else ""
+    alone = finding.numbers_verdict if finding.is_untrained else ""
+    numbers_text = f"its numbers by themselves {judge.NUMBERS_TEXTS[alone]}" if alone else ""
     return "; ".join(part for part in (measured, finding.note, numbers_text) if part)

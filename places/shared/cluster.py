@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.base.foreign_file import checked, read_yaml
+from harness.base.json_object import JsonObject
 from harness.core.failures import End, Failure, ended, of_process
 from harness.core.record import Record
 from harness.run.place import OrderedJob, place_record
@@ -21,7 +22,7 @@ REPLACING_STATUSES = {"interrupted": ("timeout", "killed"), "killed": ("oom-host
 PLAIN_TEXT = re.compile(r"[\w./:,@%+=\-\[\]]+")  # the characters that may occur in an option's text
 
 
-def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str, Any]:
+def place_options(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str, Any]:
     """Return the options of a place that the caller has given, by name. `texts`: each is NAME=VALUE or the name of a
     YAML file. `kind`: the dataclass whose fields are the place's options.
 
@@ -34,7 +35,7 @@ def options_of(place: str, texts: tuple[str, ...], kind: type[Any]) -> dict[str,
             values[name] = int(value) if value.isdigit() else value
             continue
         try:
-            values |= checked(dict[str, Any], read_yaml(Path(text)))
+            values |= checked(JsonObject, read_yaml(Path(text)))
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(
@@ -100,10 +101,10 @@ class ClusterReport:
     the job's end. `output`: what the job's programs printed. `seen`: those fields of the record that the job's events
     tell, by name; None: no event came."""
 
-    place: dict[str, Any]
-    evidence: dict[str, Any]
+    place: JsonObject
+    evidence: JsonObject
     output: str = ""
-    seen: dict[str, Any] | None = None
+    seen: JsonObject | None = None
 
 
 def complete(ordered: OrderedJob, record: Record | None, end: Failure, report: ClusterReport) -> Path:

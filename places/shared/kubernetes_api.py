@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core.method import Unavailable
 from places.shared.pods import MAIN, PodState, state_of
 
@@ -69,7 +70,7 @@ class Cluster:
             raise Unavailable(str(error)) from error
         return True
 
-    def create(self, documents: list[dict[str, Any]]) -> None:
+    def create(self, documents: list[JsonObject]) -> None:
         """Create the first document's object, a Job or JobSet, and then the other objects, which the first owns."""
         owner_document, *owned_documents = documents
         if owner_document["kind"] == "JobSet":

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.base.json_object import JsonObject
 from harness.core import failures, log_lines
 from harness.core.record import Record
 from harness.run.launch import Events
@@ -57,7 +58,7 @@ class PodState(NamedTuple):
         return self.phase in ("Succeeded", "Failed")
 
 
-def state_of(pod: dict[str, Any]) -> PodState:
+def state_of(pod: JsonObject) -> PodState:
     """Return a pod's state, read from Kubernetes' JSON."""
     metadata, status = pod["metadata"], pod.get("status", {})
     containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
@@ -76,7 +77,7 @@ def state_of(pod: dict[str, Any]) -> PodState:
         *never_starting,
         conditions.get(("PodScheduled", "False")),
     ]
-    cause: dict[str, Any] = next((explanation for explanation in explanations if explanation is not None), {})
+    cause: JsonObject = next((explanation for explanation in explanations if explanation is not None), {})
     return PodState(
         metadata["name"],
         int(metadata.get("annotations", {}).get(INDEX, 0)),

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.core.record import Record
 from harness.devices import machine
 from harness.run.place import perform
 
 
-def perform_on_node(order: dict[str, Any]) -> dict[str, Any]:
+def perform_on_node(order: JsonObject) -> JsonObject:
     """Run perform() on this node; return the stem of the node's record. At Slurm's SIGTERM the worker may still finish
     its record.
 
@@ -39,7 +39,7 @@ def node_stem(folder: Path, stem: Path, index: int) -> Path:
     return folder / f"{stem.name}-node{index}"
 
 
-def _meet(order: dict[str, Any]) -> Path:
+def _meet(order: JsonObject) -> Path:
     """Set torchrun's environment variables, by which the agents of all nodes meet. Return the stem of this node's
     record."""
     from submitit.helpers import TorchDistributedEnvironment

@@ -16,8 +16,8 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
+from harness.base.json_object import JsonObject
 from harness.run.place import perform
 
 RELAY_SECONDS = 0.5
@@ -43,7 +43,7 @@ class EventPrinter:
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: JsonObject) -> None:
         with self.lock:
             print(json.dumps(event), flush=True)
 

@@ -15,7 +15,7 @@ import pytest
 
 from harness.base import foreign_file
 from harness.base.foreign_file import read_archive
-from papers.report.add import ENDINGS
+from papers.report.bundle import ENDINGS
 
 DATA = b'{"a": 1}'
 RIGHT = hashlib.sha256(DATA).hexdigest()

@@ -16,10 +16,10 @@ import pytest
 
 from cases import _release_words as release_words
 from cases import case10
-from cases._release_choice import Choice, chosen
 from cases._release_reports import REPORTS
 from cases._release_script import script
 from cases._releases import ENGINES, ROWS, UNSEEN, columns_of, order
+from cases.case10 import CellChoice, cells_of
 from harness.core.record import Gate, Record
 from harness.plan.fit import resolve
 from papers.figures import case, points
@@ -122,7 +122,7 @@ def test_the_jobs_of_a_row_are_those_of_a_profile_of_the_case_and_of_no_other_ro
     """What a method cannot train raises an error."""
     release = columns_of(name)[0] if len(columns_of(name)) > 1 else None
     job = resolve(case10.job_of(DEMO, name, release))[0]
-    assert case.is_of(DEMO, job) and job.device == "cpu"
+    assert case.has_job(DEMO, job) and job.device == "cpu"
     assert set(ROWS[name].unseen) <= set(UNSEEN)
     assert [row.series for row in MAP.table([record(job)], DEMO)] == [name]
 
@@ -159,7 +159,7 @@ def test_a_cell_without_a_verdict_neither_passes_nor_fails() -> None:
     (row,) = MAP.table(
         [cell("stage-2", "0.18.9", gate=Gate("untested", "no-reference", "no reference"))], DEMO
     )
-    assert release_words.word(row) == "untested: no reference"
+    assert release_words.cell_word(row) == "untested: no reference"
 
 
 def test_runs_of_several_releases_are_kept_though_their_software_differs() -> None:
@@ -170,7 +170,7 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
         for number, (release, version, source) in enumerate(releases)
     ]
     assert points.of_newest_code(runs) == runs[1:]
-    assert case.select(10, DEMO, runs) == runs[1:]
+    assert case.select_runs(10, DEMO, runs) == runs[1:]
 
 
 @pytest.mark.parametrize(
@@ -194,11 +194,11 @@ def test_runs_of_several_releases_are_kept_though_their_software_differs() -> No
     ],
 )
 def test_the_word_of_a_cell(verdict: str, reason: str, text: str) -> None:
-    assert release_words.word(row("stage-2", "0.18.9", verdict, reason)) == text
+    assert release_words.cell_word(row("stage-2", "0.18.9", verdict, reason)) == text
 
 
 def test_numbers_that_differ_in_their_last_digits_keep_these() -> None:
-    text = release_words.word(
+    text = release_words.cell_word(
         row("stage-2", "0.18.9", "failed", "loss 6.247884 instead of 6.247893 at step 2 (relative 1e-6)")
     )
     assert text == "fails: loss 6.247884 instead of 6.247893 at step 2"
@@ -206,7 +206,7 @@ def test_numbers_that_differ_in_their_last_digits_keep_these() -> None:
 
 def test_a_cell_whose_line_was_edited_does_not_pass() -> None:
     edited = dataclasses.replace(row("stage-2", "0.18.9"), valid=False, reason=EDITED)
-    assert release_words.word(edited) == f"untested: {EDITED}"
+    assert release_words.cell_word(edited) == f"untested: {EDITED}"
 
 
 def test_a_report_stands_beside_a_failed_cell_and_is_missed_where_there_is_none() -> None:
@@ -267,9 +267,9 @@ def test_neighbors_of_one_word_share_a_line_of_the_page() -> None:
 
 def test_the_page_tells_what_was_not_tried() -> None:
     bare = dataclasses.replace(row("stage-2", "0.19.8"), reason="8 steps; not tested: the probe was left out")
-    text = "\n".join(release_words.notes([bare]))
+    text = "\n".join(release_words.page_notes([bare]))
     assert "no probe was trained" in text and "cannot show a wrong sum over ranks" in text
-    assert "no probe was trained" not in "\n".join(release_words.notes([row("stage-2", "0.19.8")]))
+    assert "no probe was trained" not in "\n".join(release_words.page_notes([row("stage-2", "0.19.8")]))
     assert all(report.links in text for report in REPORTS)
 
 
@@ -297,18 +297,18 @@ def test_many_failed_neighbors_share_the_whole_word() -> None:
 
 
 def test_colors_of_cells_differ_in_grey() -> None:
-    from cases._case10_figure import LOOKS, OTHER
+    from cases.case10 import CELL_LOOKS, OTHER_LOOK
 
     def grey(color: str) -> float:
         red, green, blue = bytes.fromhex("FFFFFF" if color == "white" else color[1:])
         return 0.299 * red + 0.587 * green + 0.114 * blue
 
-    shades = sorted(grey(face) for face, _, _ in (*LOOKS.values(), OTHER))
+    shades = sorted(grey(face) for face, _, _ in (*CELL_LOOKS.values(), OTHER_LOOK))
     assert all(later - earlier > 12 for earlier, later in itertools.pairwise(shades))
 
 
 def test_since_and_until_choose_releases() -> None:
-    cells = chosen(Choice("deepspeed", ["stage-2", "zenflow"], "0.18.9", "0.19.1"))
+    cells = cells_of(CellChoice("deepspeed", ["stage-2", "zenflow"], "0.18.9", "0.19.1"))
     assert cells == [
         (name, release) for name in ("stage-2", "zenflow") for release in ("0.18.9", "0.19.0", "0.19.1")
     ]
@@ -316,23 +316,25 @@ def test_since_and_until_choose_releases() -> None:
 
 def test_a_setting_begins_with_the_first_release_that_has_it() -> None:
     assert columns_of("zenflow")[0] == "0.17.5" and columns_of("stage-2")[0] == "0.14.0"
-    named = chosen(Choice(names=["stage-2", "zenflow"], releases=["0.17.4", "0.17.5"]))
+    named = cells_of(CellChoice(names=["stage-2", "zenflow"], releases=["0.17.4", "0.17.5"]))
     assert named == [("stage-2", "0.17.4"), ("stage-2", "0.17.5"), ("zenflow", "0.17.5")]
 
 
 def test_a_release_that_the_table_lacks_may_be_named() -> None:
-    assert chosen(Choice("deepspeed", ["stage-2"], releases=["9.9.9"])) == [("stage-2", "9.9.9")]
+    assert cells_of(CellChoice("deepspeed", ["stage-2"], releases=["9.9.9"])) == [("stage-2", "9.9.9")]
 
 
 def test_quick_takes_both_sides_of_each_change() -> None:
-    releases = {release for name, release in chosen(Choice(is_quick=True)) if name == "stage-2-offload-4"}
+    releases = {
+        release for name, release in cells_of(CellChoice(is_quick=True)) if name == "stage-2-offload-4"
+    }
     assert {"0.15.1", "0.15.2", "0.18.9", "0.19.0"} <= releases and "0.16.9" not in releases
 
 
 def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
     """Buckets of an exchange that overlaps are wrong until 0.14.2 on streams; on a GPU this change is tried, too."""
     change = {("stage-2-4-overlap-2-ranks", release) for release in ("0.14.2", "0.14.3")}
-    on_cpu, on_gpu = (chosen(Choice(is_quick=True, has_gpu=has_gpu)) for has_gpu in (False, True))
+    on_cpu, on_gpu = (cells_of(CellChoice(is_quick=True, has_gpu=has_gpu)) for has_gpu in (False, True))
     assert not change & {*on_cpu} and change <= {*on_gpu} and len(on_cpu) <= 32
 
 
@@ -351,7 +353,7 @@ def test_quick_leaves_out_what_a_cpu_cannot_show() -> None:
 )
 def test_what_the_map_lacks_is_named(choice: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        chosen(Choice(**choice))
+        cells_of(CellChoice(**choice))
 
 
 def test_releases_are_ordered_as_numbers() -> None:

@@ -19,9 +19,9 @@ from tests.papers.figures.test_case import DEMO, FACTS, METHODS, demo_records, r
 SELECTION = case6.ModelSelection()
 PROFILES = [
     DEMO,
-    profile.make("quick", None, METHODS, FACTS),
-    profile.make("paper", "v100-vm", METHODS, FACTS),
-    profile.make("fit", "v100-vm", METHODS, FACTS),
+    profile.make_profile("quick", None, METHODS, FACTS),
+    profile.make_profile("paper", "v100-vm", METHODS, FACTS),
+    profile.make_profile("fit", "v100-vm", METHODS, FACTS),
 ]
 
 
@@ -79,7 +79,7 @@ def test_one_after_another_is_all_samples_over_all_seconds() -> None:
 
 
 def test_by_turns_all_models_take_their_samples_in_a_round() -> None:
-    rows = case.table(6, DEMO, demo_records())
+    rows = case.figure_rows(6, DEMO, demo_records())
     for series in ("", "one slot"):  # four models, four samples each, three seconds
         assert speed("hydra", rows, series).value == pytest.approx(16 / 3)
 
@@ -92,7 +92,7 @@ def test_a_method_that_does_not_train_at_one_batch_size_has_no_speed_at_all() ->
 
 
 def test_resident_training_is_a_size_that_failed_by_its_plan() -> None:
-    row = speed("resident", case.table(6, DEMO, demo_records()))
+    row = speed("resident", case.figure_rows(6, DEMO, demo_records()))
     assert row.status == "does-not-fit" and row.reason.startswith("needs 12.4 MiB of device memory")
 
 
@@ -100,7 +100,7 @@ def test_the_chart_has_the_turns_of_the_last_round() -> None:
     """Eight turns of a tenth of a second; a round of 0.4 s is the last four."""
     (job,) = [job for job in SELECTION.jobs(DEMO, {}) if job.options.get("double_buffer")]
     (run,) = [run for run in demo_records() if run.job == job]
-    rows = case6._turns(dataclasses.replace(run, step_seconds=[0.4, 0.4]))
+    rows = case6._turn_rows(dataclasses.replace(run, step_seconds=[0.4, 0.4]))
     assert [row.x for row in rows] == pytest.approx([0, 0.1, 0.2, 0.3])
     assert [row.group for row in rows][1:] == [
         "lr 5.0e-01, batch 2",
@@ -110,7 +110,7 @@ def test_the_chart_has_the_turns_of_the_last_round() -> None:
 
 
 def test_a_speed_up_is_no_more_than_there_are_devices_or_models() -> None:
-    rows = SELECTION.simulated(case.table(6, DEMO, demo_records()))
+    rows = SELECTION.simulated(case.figure_rows(6, DEMO, demo_records()))
     speed_ups = {(row.series, row.x): row.value for row in rows if row.metric == "speed_up"}
     assert speed_ups["4 models", 8.0] == pytest.approx(4) and speed_ups["4 models", 2.0] == pytest.approx(2)
     assert 990 <= speed_ups["4,000 models", 1000.0] <= 1000.001
@@ -120,7 +120,7 @@ def test_a_speed_up_is_no_more_than_there_are_devices_or_models() -> None:
 def test_what_was_simulated_says_so_in_the_figure() -> None:
     titles = [
         axes.get_title(loc="left")
-        for axes in SELECTION.figure(case.table(6, DEMO, demo_records()), "demo").axes
+        for axes in SELECTION.figure(case.figure_rows(6, DEMO, demo_records()), "demo").axes
     ]
     assert [title.partition(",")[0].partition(":")[0] for title in titles] == [
         "measured",
@@ -131,19 +131,19 @@ def test_what_was_simulated_says_so_in_the_figure() -> None:
 
 
 def test_longest_remaining_first_is_within_two_percent_of_the_optimum_in_the_figure() -> None:
-    rows = [row for row in case6._quality() if (row.metric, row.series) == ("mean_ratio", "lrtf")]
+    rows = [row for row in case6._ratio_rows() if (row.metric, row.series) == ("mean_ratio", "lrtf")]
     assert len(rows) == 4 and all(1 <= (row.value or 0) <= 1.02 for row in rows)
 
 
 def test_other_cases_do_not_see_what_several_models_or_half_a_batch_measured() -> None:
     runs = [run for run in demo_records() if run.job in SELECTION.jobs(DEMO, {})]
-    assert len(case.select(6, DEMO, runs)) == len(runs) == 6
-    seen = case.select(1, DEMO, runs)
+    assert len(case.select_runs(6, DEMO, runs)) == len(runs) == 6
+    seen = case.select_runs(1, DEMO, runs)
     assert {(run.job.method, run.job.workload.batch_size) for run in seen} == {
         ("zero-infinity", 4),
         ("stronghold", 4),
     }
-    assert all(case.is_of(DEMO, run.job) for run in runs)
+    assert all(case.has_job(DEMO, run.job) for run in runs)
 
 
 def test_nothing_is_simulated_where_nothing_was_measured(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_nothing_is_simulated_where_nothing_was_measured(tmp_path: Path) -> None
 
 
 def test_the_table_of_the_report_holds_speeds_alone() -> None:
-    table = tables.row_table("", case.table(6, DEMO, demo_records()), [])
+    table = tables.row_table("", case.figure_rows(6, DEMO, demo_records()), [])
     assert [cell.text + cell.more for cell in table["method"]] == [
         "resident",
         "zero-infinity",

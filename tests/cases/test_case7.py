@@ -18,7 +18,9 @@ from tests.papers.figures.test_case import DEMO, FACTS, METHODS, record
 PIPELINES = case7.Pipelines()
 
 
-@pytest.mark.parametrize(("used", "num_jobs"), [(DEMO, 2), (profile.make("quick", None, METHODS, FACTS), 3)])
+@pytest.mark.parametrize(
+    ("used", "num_jobs"), [(DEMO, 2), (profile.make_profile("quick", None, METHODS, FACTS), 3)]
+)
 def test_every_stages_and_micro_batches_that_fit_are_run(used: profile.CaseProfile, num_jobs: int) -> None:
     """Of two ranks on a CPU, of one on a GPU."""
     jobs = PIPELINES.jobs(used, {})

@@ -18,7 +18,7 @@ from tests.papers.figures.test_case import DEMO, METHODS, record
 
 SCALING = case8.Scaling()
 V100 = {"gpu": "Tesla V100-PCIE-32GB", "gpu_bytes": 32 * 2**30, "host_bytes": 512 * 2**30}
-QUICK = profile.make("quick", None, METHODS, V100)
+QUICK = profile.make_profile("quick", None, METHODS, V100)
 
 
 def test_every_method_that_has_ranks_is_in_the_figure() -> None:

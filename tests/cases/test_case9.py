@@ -13,13 +13,13 @@ SPEED = case9.SpeedByTokens()
 def test_every_method_is_run_at_every_batch_with_every_layer_of_stronghold_streamed() -> None:
     for used, sizes in (
         (DEMO, (1, 4, 16)),
-        (profile.make("quick", None, METHODS, FACTS), (1, 2, 4, 8, 16, 32)),
+        (profile.make_profile("quick", None, METHODS, FACTS), (1, 2, 4, 8, 16, 32)),
     ):
         jobs = SPEED.jobs(used, {})
         assert [(job.method, job.workload.batch_size) for job in jobs] == [
             (name, size) for name in SPEED.methods for size in sizes
         ]
-        assert all(case.is_of(used, job) for job in jobs)
+        assert all(case.has_job(used, job) for job in jobs)
         for job in (job for job in jobs if job.method == "stronghold"):
             plan = method.create(job.method, job.options).plan(job.workload, job.budget.room)
             assert plan.options["placement"] == f"W{job.workload.num_layers}"

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from cli import job_verbs
-from cli.call import Call
-from cli.job_options import make_jobs
+from cli.job_options import Call, make_jobs
 from cli.main import FIRST_CALLS, door
 from cli.options import Bytes, Numbers
 from harness.core.job import GIB, Budget, Job, Workload
@@ -53,7 +52,7 @@ def test_calls_that_are_advised_go_to_the_place_of_the_call(
     monkeypatch.setattr(machine, "gpu", dict)
     place = "--on slurm --slurm gpus=1 --slurm cpus=8"
     arguments = f"-m stronghold -l 400 --device-memory 80GiB --host-memory 64GiB {place}"
-    job_verbs._advise(Call.of(job_verbs.run.make_context("run", arguments.split()).params, None))
+    job_verbs._print_next_calls(Call.of(job_verbs.run.make_context("run", arguments.split()).params, None))
     calls = [line for line in capsys.readouterr().out.splitlines() if line.startswith("try ")]
     assert calls and all(call.endswith(" --on slurm --slurm gpus=1 --slurm cpus=8") for call in calls)
     assert not any("--disk" in call for call in calls)

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from cli import job_verbs
-from cli.advice.advise import advise
+from cli.advise import advise
 from cli.options import of_field
 from harness.core import method
 from harness.core.job import Budget, Job, Workload

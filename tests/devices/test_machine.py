@@ -150,7 +150,7 @@ def test_a_driver_older_than_torchs_cuda_leaves_the_cpu(
 
 def test_doctor_says_what_an_old_driver_lacks(driver: Callable[..., None]) -> None:
     driver("2.13.0+cu130", 12040)
-    text = dict(doctor.hardware(Path()))["gpu"]
+    text = dict(doctor.hardware_facts(Path()))["gpu"]
     assert "driver 1; torch is built for CUDA 13, the driver supports 12.4: update the driver until" in text
     assert (
         "or take a torch for CUDA 12 (docs/places.md, Without a set-up)" in text
@@ -160,7 +160,7 @@ def test_doctor_says_what_an_old_driver_lacks(driver: Callable[..., None]) -> No
 
 def test_doctor_says_where_to_look_for_an_index_of_cpu_builds(driver: Callable[..., None]) -> None:
     driver("2.13.0+cpu", 13000)
-    text = dict(doctor.hardware(Path()))["gpu"]
+    text = dict(doctor.hardware_facts(Path()))["gpu"]
     assert (
         "pip config list or PIP_EXTRA_INDEX_URL names, remove .venv" in text and len(text.splitlines()) == 1
     )
@@ -168,7 +168,7 @@ def test_doctor_says_where_to_look_for_an_index_of_cpu_builds(driver: Callable[.
 
 def test_doctor_finds_nothing_wrong_with_a_driver_that_suffices(driver: Callable[..., None]) -> None:
     driver("2.13.0+cu130", 13000)
-    assert dict(doctor.hardware(Path()))["gpu"].endswith(", driver 1")
+    assert dict(doctor.hardware_facts(Path()))["gpu"].endswith(", driver 1")
 
 
 def test_an_old_driver_at_a_place_is_told_in_the_record(driver: Callable[..., None], tmp_path: Path) -> None:

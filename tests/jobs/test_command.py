@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cli.advice.plan_table import plan_row
+from cli.plan_table import plan_row
 from harness.core import method
 from harness.core.job import GIB, Budget, Job, Plan, Workload
 from harness.core.rates import Rates

@@ -16,7 +16,8 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create
 from harness.core.record import Record
 from harness.gate.probe import NONE
-from harness.jobs.sweep import Sweep, method_identity
+from harness.jobs.job_key import method_identity
+from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from methods.engines import deepspeed_file
 from methods.engines.deepspeed import engine_config

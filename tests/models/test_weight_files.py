@@ -17,7 +17,7 @@ from harness.core import hub_config
 from harness.core.data import batches, token_batches
 from harness.core.job import Job, Workload
 from harness.core.method import TensorState
-from harness.jobs.sweep import files_read_by, method_context
+from harness.jobs.job_key import files_read_by, method_context
 from harness.models import named_models, weight_files
 from harness.models.model import build
 from harness.models.saved_weights import SavedWeights

@@ -14,7 +14,7 @@ from harness.base.checkout import ROOT
 from harness.core.job import Job
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
-from places.slurm import Slurm, states_of
+from places.slurm import Slurm, slurm_states
 from tests.support.packages import need
 from tests.support.slurm import cluster
 from tests.support.tiny import TINY, write_ending
@@ -62,7 +62,7 @@ def test_what_slurm_has_forgotten_its_accounting_tells(tmp_path: Path) -> None:
     until(
         lambda: "JobId=" not in subprocess.run(shown, capture_output=True, text=True).stdout, poll_seconds=0.5
     )
-    states = states_of(numbers)
+    states = slurm_states(numbers)
     assert [states[number].name for number in numbers] == ["COMPLETED", "CANCELLED"]
     assert {state.nodes for state in states.values()} <= {"n1", "n2"}
 

@@ -23,7 +23,7 @@ from harness.plan.fit import resolve
 from harness.run.place import OrderedJob
 from methods.pipeline.launch.folder import read_lines
 from places.docker import PYTHON
-from places.shared.cluster import options_of
+from places.shared.cluster import place_options
 from places.slurm import Options, Slurm, SlurmState, end_of_job
 from tests.run.test_ranks import MEETING, SHARDED, holders, training_ranks
 from tests.support import cli, tiny
@@ -299,13 +299,13 @@ def test_ranks_spread_evenly_over_a_number_of_nodes(tmp_path: Path) -> None:
 def test_an_option_that_would_be_more_than_a_value_is_refused(value: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(f"partition: {json.dumps(value) if len(value) < 20 else value}")
     with pytest.raises(ValueError, match=r"^--slurm [^\n]*expected"):
-        options_of("slurm", (str(tmp_path / "cluster.yaml"),), Options)
+        place_options("slurm", (str(tmp_path / "cluster.yaml"),), Options)
 
 
 def test_options_come_from_words_and_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("partition: gpu\ntime: 30\n")
     texts = (str(tmp_path / "cluster.yaml"), "time=60")
-    assert options_of("slurm", texts, Options) == {"partition": "gpu", "time": 60}
+    assert place_options("slurm", texts, Options) == {"partition": "gpu", "time": 60}
 
 
 def test_slurms_states_are_named_by_more_than_their_exit_codes() -> None:

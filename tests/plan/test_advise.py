@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.advice.advise import _disk
+from cli.advise import _folder_and_bytes_of_disk
 from harness.core import method
 from harness.core.job import GIB, Budget, Job, Room, Workload
 from harness.core.method import create
@@ -522,10 +522,10 @@ def test_the_machines_to_ask_about_are_listed_those_of_a_file_with_it(tmp_path: 
 
 
 def test_a_disk_is_a_size_a_folder_or_both(tmp_path: Path) -> None:
-    assert _disk(None, 7) == (None, 7)
-    assert _disk("1TB", None) == (None, 10**12)
-    assert _disk(str(tmp_path), 7) == (str(tmp_path), 7)
-    assert _disk(f"{tmp_path}:2GiB", None) == (str(tmp_path), 2 * GIB)
+    assert _folder_and_bytes_of_disk(None, 7) == (None, 7)
+    assert _folder_and_bytes_of_disk("1TB", None) == (None, 10**12)
+    assert _folder_and_bytes_of_disk(str(tmp_path), 7) == (str(tmp_path), 7)
+    assert _folder_and_bytes_of_disk(f"{tmp_path}:2GiB", None) == (str(tmp_path), 2 * GIB)
 
 
 @pytest.mark.parametrize(

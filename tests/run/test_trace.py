@@ -42,7 +42,7 @@ from tests.papers.report.test_page import RECORDS, Page, measured
 from tests.support import records
 from tests.support.training import tiny
 
-DEMO = profile.make("demo", None, ("stronghold",), {"cpu": "some CPU", "cores": 2})
+DEMO = profile.make_profile("demo", None, ("stronghold",), {"cpu": "some CPU", "cores": 2})
 WORKLOAD = Workload(num_layers=4, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)
 OPTIONS = {"window_size": 2, "placement": "R1W2D1", "clipping": "deferred"}
 SLACK_SECONDS = {"cuda": 1e-5}  # of an event's time, float32 milliseconds; else of times in microseconds
@@ -274,7 +274,7 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
     spans = [Span("compute", "forward", "", 0.0, 0.4), Span("inbound", "weights", "", 0.3, 0.6)]
     write_timeline(Timeline(spans, steps([0.0, 1.0, 2.0], 1), {"clock": "sim", "title": "by hand"}), path)
     with pytest.raises(ValueError, match=r"got none; try ./run.sh case overlap --profile demo"):
-        overlap.shown(DEMO.name, tmp_path, [])
+        overlap.timelines_shown(DEMO.name, tmp_path, [])
     options = {"placement": "W4", "clipping": "deferred"}
     job = dataclasses.replace(DEMO.job("stronghold", 4), options=options, trace=str(path))
     measured: dict[str, Any] = {"losses": [5.0] * job.steps, "step_seconds": [1.0] * job.steps}
@@ -284,13 +284,13 @@ def test_the_figure_tells_what_is_measured_and_what_is_virtual(virtual: VirtualR
         virtual.timeline({"title": "on h200"}), tmp_path / "traces" / "virtual_h200_48_deferred.json"
     )
 
-    overlap.collect(DEMO, tmp_path, tmp_path / "out", "draw", lambda event: None)
+    overlap.make_timelines(DEMO, tmp_path, tmp_path / "out", "draw", lambda event: None)
     with (tmp_path / "out" / "overlap_demo.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["clock"], row["step"]) for row in rows] == [("sim", "step 1"), ("virtual", "step 2")]
     names = ("step_seconds", "compute_seconds", "copies_hidden_seconds", "copies_exposed_seconds")
     assert [float(rows[0][name]) for name in names] == pytest.approx([1.0, 0.4, 0.1, 0.2])
-    figure = overlap.figure(overlap.shown(DEMO.name, tmp_path, [record]), "")
+    figure = overlap.timeline_figure(overlap.timelines_shown(DEMO.name, tmp_path, [record]), "")
     titles = [axes.get_title(loc="left") for axes in figure.axes[::2]]
     assert titles[0].startswith("measured: stronghold, 4 layers, W4") and titles[1].startswith(
         "virtual, nothing measured"
@@ -310,7 +310,7 @@ def put_trace(folder: Path, at: Path = Path("results")) -> Record:
 
 
 def test_what_hid_behind_what_is_shown_where_it_was_traced(tmp_path: Path) -> None:
-    written, _ = report.write(records.write(tmp_path, RECORDS[0], put_trace(tmp_path)))
+    written, _ = report.write_report(records.write(tmp_path, RECORDS[0], put_trace(tmp_path)))
     page = Page(written.read_text())
     caption = "Case overlap, profile demo: the numbers of the figure"
     assert page.column(caption, "copies_exposed_seconds") == ["0.200000000"]
@@ -326,7 +326,9 @@ def test_what_hid_behind_what_is_shown_where_it_was_traced(tmp_path: Path) -> No
 def test_a_trace_that_is_gone_leaves_the_report_as_it_was(tmp_path: Path) -> None:
     record = put_trace(tmp_path)
     (tmp_path / "traces" / "overlap_demo.json").unlink()
-    assert "Case overlap" not in report.write(records.write(tmp_path, RECORDS[0], record))[0].read_text()
+    assert (
+        "Case overlap" not in report.write_report(records.write(tmp_path, RECORDS[0], record))[0].read_text()
+    )
 
 
 def test_timelines_without_steps_are_written_too(tmp_path: Path) -> None:

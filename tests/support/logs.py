@@ -13,7 +13,7 @@ from harness.core.job import Job, Workload
 from harness.core.log_lines import end_line, header_lines, interval_lines
 from harness.core.record import Record
 from papers.logs.import_logs import import_logs
-from papers.logs.parse import read
+from papers.logs.parse import read_log
 from papers.logs.to_record import to_record
 
 PUBLISHED = ROOT.parent / "shared" / "published"
@@ -65,7 +65,7 @@ def imported(*logs: Path, results: Path, reference: str | None = None) -> list[R
 
 def one(folder: Path, name: str, lines: list[str]) -> Record:
     """The record of these lines, not judged."""
-    return to_record(read(write_log(folder, name, lines)), name)
+    return to_record(read_log(write_log(folder, name, lines)), name)
 
 
 def write_log(folder: Path, name: str, lines: list[str]) -> Path:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from harness.core.record import Gate, Record
-from papers.claims.baseline import OTHERWISE, SAME, SAME_BITS, UNKNOWN, trains_the_same
+from papers.claims.baseline import (
+    OTHERWISE,
+    SAME_BITS,
+    SAME_WITHIN_ROUNDING,
+    UNKNOWN_TRAINING,
+    compare_trainings,
+)
 from tests.cli.test_main import run
 from tests.papers.report.test_add import TENSORS, trained
 from tests.support import records
@@ -33,7 +39,7 @@ CASES: dict[str, tuple[Record, str, int]] = {
     "is the same": (later(), SAME_BITS, 0),
     "is faster": (later(step_seconds=[0.5] * OLD.job.steps), SAME_BITS, 0),
     "is slower": (later(step_seconds=[2.0] * OLD.job.steps), SAME_BITS, 8),
-    "rounds otherwise": (later(losses=NEAR, bit_exact=True), SAME, 0),
+    "rounds otherwise": (later(losses=NEAR, bit_exact=True), SAME_WITHIN_ROUNDING, 0),
     "has another loss": (later(losses=[2.0] * OLD.job.steps), OTHERWISE, 5),
     "has other data": (later(data_sha256="b"), OTHERWISE, 5),
     "lacks a tensor": (later(tensors={**TENSORS, "v": TENSORS["w"]}), OTHERWISE, 5),
@@ -45,7 +51,7 @@ CASES: dict[str, tuple[Record, str, int]] = {
 @pytest.mark.parametrize("text", CASES)
 def test_a_commit_that(text: str, tmp_path: Path) -> None:
     new, training, code = CASES[text]
-    assert trains_the_same(new, OLD)[0] == training
+    assert compare_trainings(new, OLD)[0] == training
     results = records.write(tmp_path / "results", *twice(OLD), *twice(new))
     done = run("compare", "bbbbbbb", "--baseline", "aaaaaaaaaaaa", "--results", results)
     assert done.returncode == code, done.stdout + done.stderr
@@ -82,11 +88,11 @@ def test_a_point_of_the_baseline_that_is_missing_is_told(tmp_path: Path) -> None
 
 def test_other_steps_are_not_compared() -> None:
     new = later(job=dataclasses.replace(OLD.job, steps=OLD.job.steps + 1))
-    assert trains_the_same(new, OLD)[0] == UNKNOWN
+    assert compare_trainings(new, OLD)[0] == UNKNOWN_TRAINING
 
 
 def test_a_baseline_that_shows_no_training_is_no_measure() -> None:
-    assert trains_the_same(later(), dataclasses.replace(OLD, tensors={}))[0] == UNKNOWN
+    assert compare_trainings(later(), dataclasses.replace(OLD, tensors={}))[0] == UNKNOWN_TRAINING
 
 
 def test_a_method_whose_options_changed_is_held_against_its_only_run(tmp_path: Path) -> None:

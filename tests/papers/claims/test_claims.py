@@ -38,11 +38,11 @@ SHAPE = "    kind: shape\n    of: stronghold\n    against: num_layers\n"
 def load(folder: Path, text: str | bytes) -> list[claims.Claim]:
     path = folder / "some.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return claims.load(folder)
+    return claims.load_claims(folder)
 
 
 def test_every_claim_of_this_project_has_its_source_and_every_case_has_claims() -> None:
-    all_claims = claims.load()
+    all_claims = claims.load_claims()
     assert {claim.case for claim in all_claims} == set(case.numbers_of_all())
     assert all(any(word in claim.source for word in ("Figure", "README", "abstract")) for claim in all_claims)
 
@@ -304,7 +304,7 @@ def test_a_mutated_file_is_claims_that_can_be_judged_or_one_line(
     folder.mkdir(exist_ok=True)
     (folder / "some.yaml").write_bytes(data)
     try:
-        findings = verify.findings(folder, verify.PUBLISHED, None, folder)
+        findings = verify.findings(folder, judge.PUBLISHED, None, folder)
     except ValueError as error:
         assert str(folder) in str(error) and len(str(error).splitlines()) == 1
         return
@@ -355,7 +355,7 @@ def test_imported_logs_are_judged_at_the_points_that_were_published(tmp_path: Pa
     assert findings["8a.megatron-32"].verdict == "PASS"
     assert (
         findings["7a.faster-than-megatron"].verdict == "XFAIL"
-        and "= 0.89 (" in findings["7a.faster-than-megatron"].seen
+        and "= 0.89 (" in findings["7a.faster-than-megatron"].values_text
     )
     unnamed = {one.claim.id: one for one in verify.findings(tmp_path, None, None)}
     assert unnamed["8a.megatron-32"].verdict == "N/A"

@@ -15,7 +15,7 @@ import pytest
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Gate, Record
 from papers.claims import compare
-from papers.claims.compare import ALIKE, FASTER, NONE, SLOWER
+from papers.claims.compare import FASTER, NOT_COMPARED, NOT_DISTINGUISHABLE, SLOWER
 from papers.figures.point import ratio, row_of
 from tests.cli.test_main import run
 from tests.support import records
@@ -40,19 +40,19 @@ def repeats(method: str, *seconds: float) -> list[Record]:
     [
         ((1.0, 1.0), (1.2, 1.2), FASTER),
         ((1.2, 1.2), (1.0, 1.0), SLOWER),
-        ((1.0, 1.0), (1.04, 1.04), ALIKE),
+        ((1.0, 1.0), (1.04, 1.04), NOT_DISTINGUISHABLE),
         ((0.99, 1.0, 1.01), (1.19, 1.2, 1.21), FASTER),
         ((0.99, 1.0, 1.01), (1.02, 1.03, 1.04), FASTER),
-        ((0.9, 1.0, 1.1), (1.0, 1.1, 1.2), ALIKE),
+        ((0.9, 1.0, 1.1), (1.0, 1.1, 1.2), NOT_DISTINGUISHABLE),
     ],
 )
 def test_the_verdict_is_of_the_interval_or_else_of_a_margin(a: tuple, b: tuple, verdict: str) -> None:
-    assert compare.compare(repeats("l2l", *a), repeats("resident", *b)).verdict == verdict
+    assert compare.compare_repeats(repeats("l2l", *a), repeats("resident", *b)).verdict == verdict
 
 
 def test_the_ratio_is_of_medians_and_its_interval_welchs() -> None:
     """Relative errors of 1 % and 2 % of three runs each: 1 %, 2 % over sqrt(3); 2.94 degrees of freedom."""
-    interval = compare.compare(
+    interval = compare.compare_repeats(
         repeats("l2l", 1 / 0.99, 1.0, 1 / 1.01), repeats("resident", 1 / 0.49, 2.0, 1 / 0.51)
     ).ratio
     error = math.sqrt((0.01**2 + 0.02**2) / 3)
@@ -88,12 +88,12 @@ def test_the_margin_of_one_run_is_of_the_scatter_of_its_steps() -> None:
         record(step_seconds=[9.0, *steps]),
         record("resident", step_seconds=[9.0, *(1.2 * step_seconds for step_seconds in steps)]),
     )
-    comparison = compare.compare(*([one] * 2 for one in loud))
+    comparison = compare.compare_repeats(*([one] * 2 for one in loud))
     assert comparison.ratio is not None and comparison.ratio.high / comparison.ratio.value == pytest.approx(
         1.233, abs=5e-4
     )
     assert (
-        comparison.verdict == ALIKE
+        comparison.verdict == NOT_DISTINGUISHABLE
         and "margin of 23%: 2 and 2 runs with steps that scatter by 7.4% and" in comparison.why
     )
 
@@ -112,18 +112,18 @@ BUSY = {"cpu": "EPYC", "cores": 2, "load_average": 20.0}
 def test_times_that_figures_hatch_or_of_one_process_are_not_distinguishable(
     changes: dict[str, Any], num_runs: int, why: str
 ) -> None:
-    comparison = compare.compare([record(**changes)] * num_runs, repeats("resident", 9.0, 9.0))
-    assert (comparison.verdict, comparison.ratio and comparison.ratio.value) == (ALIKE, 9.0)
+    comparison = compare.compare_repeats([record(**changes)] * num_runs, repeats("resident", 9.0, 9.0))
+    assert (comparison.verdict, comparison.ratio and comparison.ratio.value) == (NOT_DISTINGUISHABLE, 9.0)
     assert comparison.why.startswith(f"doubtful: {why}; ")
 
 
 def test_one_timed_step_tells_nothing_of_its_noise() -> None:
-    comparison = compare.compare([record(step_seconds=[9.0, 1.0])], [record("resident")])
-    assert comparison.verdict == NONE and comparison.why.startswith("A timed one step")
+    comparison = compare.compare_repeats([record(step_seconds=[9.0, 1.0])], [record("resident")])
+    assert comparison.verdict == NOT_COMPARED and comparison.why.startswith("A timed one step")
 
 
 def test_two_runs_each_have_no_interval_and_say_so() -> None:
-    comparison = compare.compare(repeats("l2l", 1.0, 1.0), repeats("resident", 2.0, 2.0))
+    comparison = compare.compare_repeats(repeats("l2l", 1.0, 1.0), repeats("resident", 2.0, 2.0))
     assert comparison.why == (
         "margin of 5%: 2 and 2 runs with steps that scatter by 0.0% and 0.0%, an interval needs 3 each"
     )
@@ -148,21 +148,26 @@ def test_where_it_cannot_tell_the_first_words_say_so_then_the_numbers_then_calls
 
 def test_without_a_passing_gate_there_is_no_throughput_and_no_ratio() -> None:
     failed = record(gate=Gate("failed", "loss", "loss 3 instead of 2"))
-    comparison = compare.compare([failed], [record("resident", 2.0)])
+    comparison = compare.compare_repeats([failed], [record("resident", 2.0)])
     assert (comparison.verdict, comparison.ratio, comparison.why) == (
-        NONE,
+        NOT_COMPARED,
         None,
         "A has no throughput: loss 3 instead of 2",
     )
     assert compare.compared_side([failed]).samples_per_second is None
     ended = record("resident", status="oom-device", reason="full", step_seconds=[], gate=Gate())
-    assert "B has no throughput: ended as oom-device: full" in compare.compare([record()], [ended]).why
+    assert (
+        "B has no throughput: ended as oom-device: full" in compare.compare_repeats([record()], [ended]).why
+    )
 
 
 def test_a_simulated_clock_is_not_compared_with_a_real_one() -> None:
-    comparison = compare.compare([record(clock="sim")], [record("resident", clock="cuda")])
-    assert comparison.verdict == NONE and "sim" in comparison.why and "cuda" in comparison.why
-    assert compare.compare([record(clock="sim")], [record("resident", clock="sim")]).verdict == ALIKE
+    comparison = compare.compare_repeats([record(clock="sim")], [record("resident", clock="cuda")])
+    assert comparison.verdict == NOT_COMPARED and "sim" in comparison.why and "cuda" in comparison.why
+    assert (
+        compare.compare_repeats([record(clock="sim")], [record("resident", clock="sim")]).verdict
+        == NOT_DISTINGUISHABLE
+    )
 
 
 def test_all_that_differs_is_named_and_nothing_else() -> None:
@@ -174,7 +179,7 @@ def test_all_that_differs_is_named_and_nothing_else() -> None:
     b = record(
         "resident", machine={"cpu": "EPYC", "cores": 4}, software={"commit": "b", "torch": "2"}, started=9.0
     )
-    assert compare.differences(a, b) == {
+    assert compare.field_differences(a, b) == {
         "job.method": ("l2l", "resident"),
         "job.options.window_size": (2, None),
         "machine.cores": (2, 4),
@@ -186,8 +191,11 @@ def test_all_that_differs_is_named_and_nothing_else() -> None:
 
 
 def side_by_side(tmp_path: Path, a: list[Record], b: list[Record]) -> tuple[list, list[str]]:
-    return compare.pairs(
-        *(compare.select(str(write(tmp_path / name, *one)), tmp_path) for name, one in (("a", a), ("b", b)))
+    return compare.pair_points(
+        *(
+            compare.select_points(str(write(tmp_path / name, *one)), tmp_path)
+            for name, one in (("a", a), ("b", b))
+        )
     )
 
 
@@ -217,7 +225,7 @@ def test_runs_are_paired_by_device_and_budget_before_any_newest_one_is_taken(tmp
     a = [on("sim", 16, 1.0, started=1.0), on("cpu", 32, 3.0, started=2.0)]
     b = [on("cpu", 32, 6.0, "resident", started=3.0), on("sim", 16, 4.0, "resident", started=4.0)]
     pairs, _ = side_by_side(tmp_path, a, b)
-    comparisons = [compare.compare(*pair) for pair in pairs]
+    comparisons = [compare.compare_repeats(*pair) for pair in pairs]
     assert [(one.a[-1].job.device, one.ratio and one.ratio.value) for one in comparisons] == [
         ("sim", 4.0),
         ("cpu", 2.0),
@@ -228,7 +236,7 @@ def test_runs_are_paired_by_device_and_budget_before_any_newest_one_is_taken(tmp
 def test_where_no_budget_is_common_the_newest_are_taken_and_the_difference_is_named(tmp_path: Path) -> None:
     a = [on("sim", 16, 1.0, started=1.0), on("sim", 32, 3.0, started=2.0)]
     ((a_repeats, b_repeats),), _ = side_by_side(tmp_path, a, [on("sim", 64, 6.0, "resident")])
-    assert compare.differences(a_repeats[-1], b_repeats[-1])["job.budget.device_bytes"] == (
+    assert compare.field_differences(a_repeats[-1], b_repeats[-1])["job.budget.device_bytes"] == (
         32 * 2**20,
         64 * 2**20,
     )
@@ -252,7 +260,7 @@ def test_several_windows_are_to_choose_from(tmp_path: Path) -> None:
     pairs, complaints = side_by_side(tmp_path, windows, [record()])
     assert pairs == [] and "try stronghold:window_size=1 or stronghold:window_size=2" in complaints[0]
     results = str(write(tmp_path / "all", *windows, record()))
-    (chosen,) = compare.select("stronghold:window_size=2,num_layers=2", Path(results))["repeats"]
+    (chosen,) = compare.select_points("stronghold:window_size=2,num_layers=2", Path(results))["repeats"]
     assert chosen == [windows[1]]
 
 
@@ -279,7 +287,7 @@ def test_the_only_one_that_has_a_throughput_needs_no_choice(tmp_path: Path) -> N
 
 def test_where_none_has_a_throughput_the_end_of_the_last_one_is_told(tmp_path: Path) -> None:
     (pair,), _ = side_by_side(tmp_path, windows_of(FAILED, CRASHED), [record()])
-    assert compare.compare(*pair).why == "A has no throughput: ended as crash: boom"
+    assert compare.compare_repeats(*pair).why == "A has no throughput: ended as crash: boom"
 
 
 def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
@@ -296,7 +304,7 @@ def test_compare_says_it_in_lines_or_json_and_ends_in_0(tmp_path: Path) -> None:
     assert lines[3] == "  differs: job.method: l2l | resident"
     path = results / "log_3.json"
     (one,) = map(json.loads, run("compare", str(results), str(path), "--json").stdout.splitlines())
-    assert (one["verdict"], one["b"]["num_runs"]) == (ALIKE, 1)
+    assert (one["verdict"], one["b"]["num_runs"]) == (NOT_DISTINGUISHABLE, 1)
 
 
 @pytest.mark.parametrize(

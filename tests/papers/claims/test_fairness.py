@@ -26,7 +26,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
 
 
 def test_a_row_names_who_implements_the_method_and_which_version(records: list[Record]) -> None:
-    upstream, own_method_row = fairness.rows(records)
+    upstream, own_method_row = fairness.fairness_rows(records)
     assert (upstream["implementation"], upstream["version"]) == (
         "upstream: torch.distributed.fsdp",
         f"torch {machine.software()['torch']}",
@@ -38,19 +38,19 @@ def test_a_row_names_who_implements_the_method_and_which_version(records: list[R
 
 
 def test_a_row_names_the_kernels_that_were_seen_not_those_that_were_hoped_for(records: list[Record]) -> None:
-    seen = {row["method"]: row["kernels seen"] for row in fairness.rows(records)}
+    seen = {row["method"]: row["kernels seen"] for row in fairness.fairness_rows(records)}
     updated = "adamw" if adamw_kernel.LIBRARY.is_built else "fused_adamw"  # ours, or torch's
     assert seen["l2l fp32"] == f"{updated}, products in fp32, scaled_dot_product_flash_attention_for_cpu"
 
 
 def test_all_trained_on_the_same_data(records: list[Record]) -> None:
-    assert len({row["data"] for row in fairness.rows(records)}) == 1
+    assert len({row["data"] for row in fairness.fairness_rows(records)}) == 1
 
 
 def test_the_newest_run_of_a_method_speaks_for_it_and_only_one_that_trained(records: list[Record]) -> None:
     newer = dataclasses.replace(records[1], data_sha256="0123456789")
     crashed = dataclasses.replace(records[1], status="crash")
-    rows = fairness.rows([*records, newer, crashed])
+    rows = fairness.fairness_rows([*records, newer, crashed])
     assert [row["data"] for row in rows if row["method"] == "l2l fp32"] == ["01234567, in order"]
 
 
@@ -59,16 +59,16 @@ def test_what_all_share_is_said_once_and_what_differs_names_who_has_it() -> None
         {"method": name, "model": model, "clipping": "exact"}
         for name, model in (("a", "x"), ("b", "y"), ("c", "x"))
     ]
-    assert fairness.lines(rows, 80) == ["model", "  x: a, c", "  y: b", "clipping", "  exact: all 3"]
+    assert fairness.fairness_lines(rows, 80) == ["model", "  x: a, c", "  y: b", "clipping", "  exact: all 3"]
 
 
 def test_a_method_that_does_not_describe_itself_is_named_once_with_what_it_lacks() -> None:
     rows = [
         {"method": "a", "model": "x", "recompute": "none"},
-        dict.fromkeys(("model", "recompute"), fairness.UNSAID),
+        dict.fromkeys(("model", "recompute"), fairness.NOT_SAID),
     ]
     rows[1]["method"] = "b"
-    assert fairness.lines(rows, 80) == [
+    assert fairness.fairness_lines(rows, 80) == [
         "model",
         "  x: a",
         "recompute",
@@ -81,7 +81,7 @@ def test_a_method_that_does_not_describe_itself_is_named_once_with_what_it_lacks
 def test_options_are_named_where_they_answer_otherwise() -> None:
     rows = [{"method": f"a (w={w})", "model": "x", "gate": gate} for w, gate in ((1, "ok"), (2, "failed"))]
     rows.append({"method": "b", "model": "y", "gate": "ok"})
-    assert fairness.lines(rows, 80) == [
+    assert fairness.fairness_lines(rows, 80) == [
         "model",
         "  x: a",
         "  y: b",
@@ -92,5 +92,5 @@ def test_options_are_named_where_they_answer_otherwise() -> None:
 
 
 def test_no_line_is_wider_than_the_terminal_where_its_words_are_not(records: list[Record]) -> None:
-    lines = fairness.lines(fairness.rows(records), 60)
+    lines = fairness.fairness_lines(fairness.fairness_rows(records), 60)
     assert max(map(len, lines)) <= 60 and "      " in "".join(lines)

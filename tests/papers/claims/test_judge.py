@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from papers.claims import claims, examine, verify
+from papers.claims import claims, verify
 from papers.claims import judge as verdicts
 from papers.claims.claims import Claim, Order, Plateau, Point, Ratio, Shape, Value
 from papers.claims.judge import Finding
@@ -48,7 +48,7 @@ def claim(expected: claims.Expected, **other: Any) -> Claim:
 
 
 def judge(expected: claims.Expected, rows: list[FigureRow], **other: Any) -> Finding:
-    return verdicts.judge(claim(expected, **other), {"quick": rows}, verdicts.holds_there)
+    return verdicts.judge_claim(claim(expected, **other), {"quick": rows}, verdicts.is_on_claimed_machine)
 
 
 TWICE = Ratio(FAST, SLOW, at_least=2.0)
@@ -89,7 +89,7 @@ DOUBTS = {
 @pytest.mark.parametrize("doubt", DOUBTS)
 def test_a_doubtful_time_decides_no_claim_whatever_its_ratio(doubt: str, xfail: dict) -> None:
     finding = judge(TWICE, [row("stronghold", 9.0, **DOUBTS[doubt]), row("l2l", 1.0)], **xfail)
-    assert (finding.verdict, finding.numbers) == ("NOT DISTINGUISHABLE", "hold")
+    assert (finding.verdict, finding.numbers_verdict) == ("NOT DISTINGUISHABLE", "hold")
     assert finding.note == (
         f"doubtful: stronghold, 4 layers: {doubt}; try ./run.sh case 3 --profile quick --repeats 3 when idle"
     )
@@ -101,13 +101,13 @@ def test_a_simulated_number_neither_holds_nor_fails(changes: dict[str, Any], fas
     finding = judge(
         TWICE, [row("stronghold", fast, **changes), row("l2l", 1.0, **changes)], machines=("any",)
     )
-    assert finding.verdict == "SIMULATED" and not verify.failed([finding])
+    assert finding.verdict == "SIMULATED" and not verify.has_bad_verdict([finding])
 
 
 def test_a_measured_number_goes_before_a_simulated_one() -> None:
     simulated = [row(name, 1.0, origin="simulated") for name in ("stronghold", "l2l")]
     tables = {"quick": simulated, "demo": [row("stronghold", 3.0), row("l2l", 1.0)]}
-    finding = verdicts.judge(claim(TWICE, machines=("any",)), tables, verdicts.holds_there)
+    finding = verdicts.judge_claim(claim(TWICE, machines=("any",)), tables, verdicts.is_on_claimed_machine)
     assert (finding.verdict, finding.profile) == ("PASS", "demo")
 
 
@@ -118,7 +118,7 @@ def test_three_runs_each_are_decided_by_their_interval() -> None:
     assert (interval.value, interval.low, interval.high) == pytest.approx(
         (3, 3 * math.exp(-half), 3 * math.exp(half)), rel=1e-6
     )
-    assert "95 % interval, 3 and 3 runs" in interval.how
+    assert "95 % interval, 3 and 3 runs" in interval.how_bounded
     noisy = [repeated("stronghold", 0.6, 1.2, 1.8), repeated("l2l", 0.9, 1.0, 1.1)]
     assert judge(Order(((FAST,), (SLOW,))), noisy).verdict == "NOT DISTINGUISHABLE"
 
@@ -150,7 +150,7 @@ def test_the_largest_size_is_the_largest_that_ran_not_the_one_that_failed_above_
 def test_what_rests_on_a_run_that_did_not_train_fails_whatever_its_numbers_and_names_it() -> None:
     rows = [row("stronghold", 3.0, valid=False, reason="the loss is nan"), row("l2l", 1.0)]
     finding = judge(TWICE, rows)
-    assert (finding.verdict, finding.numbers) == ("FAIL", "hold")
+    assert (finding.verdict, finding.numbers_verdict) == ("FAIL", "hold")
     assert (
         finding.note
         == "rests on a run that did not train, says the gate: stronghold, 4 layers (the loss is nan)"
@@ -179,12 +179,12 @@ def test_an_expected_failure_says_its_reason_and_holding_is_not_kept_quiet(fast:
     finding = judge(TWICE, [row("stronghold", fast), row("l2l", 1.0)], xfail="known to be slower")
     assert finding.verdict == verdict
     assert finding.note == "known to be slower" or verdict == "NOT DISTINGUISHABLE"
-    assert verify.failed([finding]) == (verdict == "XPASS")
+    assert verify.has_bad_verdict([finding]) == (verdict == "XPASS")
 
 
 def test_what_is_missing_is_told_of_a_table_that_has_rows() -> None:
     tables = {"paper": [], "quick": [row("stronghold", 3.0)]}
-    assert verdicts.judge(claim(TWICE), tables, lambda *row: True).note.endswith("(no row of l2l)")
+    assert verdicts.judge_claim(claim(TWICE), tables, lambda *row: True).note.endswith("(no row of l2l)")
 
 
 def test_what_has_no_rows_is_not_tested_and_names_the_command() -> None:
@@ -193,7 +193,7 @@ def test_what_has_no_rows_is_not_tested_and_names_the_command() -> None:
         "NOT TESTED",
         "./run.sh case 3 --profile quick (no row of l2l)",
     )
-    assert not verify.failed([finding])
+    assert not verify.has_bad_verdict([finding])
 
 
 def test_where_a_baseline_never_trained_the_claim_fails_for_no_run_will_change_that() -> None:
@@ -206,14 +206,18 @@ def test_a_size_whose_search_goes_on_is_not_judged_and_names_the_call_that_goes_
     sizes = {"metric": "params", "valid": True}
     rows = [row("stronghold", 1000.0, is_final=False, **sizes), row("l2l", 2000.0, **sizes)]
     tables = {"fit_v100-vm": rows}
-    finding = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
+    finding = verdicts.judge_claim(
+        claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.is_on_claimed_machine
+    )
     assert (finding.verdict, finding.note) == (
         "NOT TESTED",
         "./run.sh case 3 --profile fit --machine v100-vm (search not finished: stronghold, 4 layers)",
     )
     # a lesser one that is finished
     tables["demo"] = [row("stronghold", 3000.0, **sizes), row("l2l", 2000.0, **sizes)]
-    finding = verdicts.judge(claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.holds_there)
+    finding = verdicts.judge_claim(
+        claim(Order(((FAST,), (SLOW,))), metric="params"), tables, verdicts.is_on_claimed_machine
+    )
     assert (finding.verdict, finding.profile) == ("PASS", "demo")
 
 
@@ -256,10 +260,12 @@ def test_a_claim_is_not_judged_on_other_machines_than_it_was_made_for() -> None:
 
 def test_budgets_stand_for_the_papers_machine_where_sizes_are_counted_not_where_time_is_taken() -> None:
     paper = claim(TWICE, machines=("v100-vm",))
-    assert verdicts.holds_there(paper, row("l2l", 1.0, machine="Tesla V100-SXM2-32GB"))
-    assert not verdicts.holds_there(paper, row("l2l", 1.0, machine="H200"))
-    assert not verdicts.holds_there(paper, row("l2l", 1.0, machine="H200"), is_emulated=True)
-    assert verdicts.holds_there(paper, row("l2l", 1.0, machine="H200", metric="params"), is_emulated=True)
+    assert verdicts.is_on_claimed_machine(paper, row("l2l", 1.0, machine="Tesla V100-SXM2-32GB"))
+    assert not verdicts.is_on_claimed_machine(paper, row("l2l", 1.0, machine="H200"))
+    assert not verdicts.is_on_claimed_machine(paper, row("l2l", 1.0, machine="H200"), is_emulated=True)
+    assert verdicts.is_on_claimed_machine(
+        paper, row("l2l", 1.0, machine="H200", metric="params"), is_emulated=True
+    )
 
 
 @pytest.mark.parametrize(("seen", "verdict"), [(0.74, "PASS"), (0.7, "FAIL"), (0.8, "FAIL")])
@@ -288,8 +294,8 @@ def test_an_exponent_is_that_of_a_power_law(power: float, bounds: tuple[float, f
     finding = judge(Shape(FAST, "num_layers", exponent=bounds), rows, metric="step_seconds")
     assert (
         finding.verdict == verdict
-        and f"exponent {power:.2f}" in finding.seen
-        and "residual 0.0%" in finding.seen
+        and f"exponent {power:.2f}" in finding.values_text
+        and "residual 0.0%" in finding.values_text
     )
 
 
@@ -313,7 +319,7 @@ def test_a_plateau_is_three_windows_of_which_none_gains_5_percent(
 ) -> None:
     rows = series("window_size", dict(zip((2, 4, 6, 8, 10), seconds, strict=True)))
     finding = judge(Shape(FAST, "window_size", plateau=Plateau(0.05, 3)), rows, metric="step_seconds")
-    assert (finding.verdict, finding.seen) == (verdict, seen)
+    assert (finding.verdict, finding.values_text) == (verdict, seen)
 
 
 # ---- The original's own numbers
@@ -321,7 +327,7 @@ def test_a_plateau_is_three_windows_of_which_none_gains_5_percent(
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, Finding]:
-    return {finding.claim.id: finding for finding in verify.findings(Path("none"), verify.PUBLISHED, None)}
+    return {finding.claim.id: finding for finding in verify.findings(Path("none"), verdicts.PUBLISHED, None)}
 
 
 def test_of_the_published_claims_those_about_runs_that_trained_hold(published: dict[str, Finding]) -> None:
@@ -346,14 +352,14 @@ def test_of_the_published_claims_those_about_runs_that_trained_hold(published: d
 
 def test_the_published_scaling_is_no_linear_one(published: dict[str, Finding]) -> None:
     """Least squares on the logarithms of the nine published medians: 1.198, standard error 0.0135."""
-    assert published["8b.linear"].numbers == examine.BROKEN
-    assert published["8b.linear"].seen == "exponent 1.20 (1.17 to 1.23), residual 2.2%"
+    assert published["8b.linear"].numbers_verdict == verdicts.BROKEN
+    assert published["8b.linear"].values_text == "exponent 1.20 (1.17 to 1.23), residual 2.2%"
 
 
 def test_the_published_window_has_no_plateau(published: dict[str, Finding]) -> None:
     """6390.3 ms at window 14, 5977.4 ms at 15: 6.9 % gained by the last step."""
-    assert published["9.plateau"].numbers == examine.BROKEN
-    assert published["9.plateau"].seen == "no plateau: the last step, to 15, still gains 6.9%"
+    assert published["9.plateau"].numbers_verdict == verdicts.BROKEN
+    assert published["9.plateau"].values_text == "no plateau: the last step, to 15, still gains 6.9%"
 
 
 @pytest.mark.parametrize(
@@ -370,16 +376,16 @@ def test_the_published_window_has_no_plateau(published: dict[str, Finding]) -> N
 def test_the_published_ratios_are_those_of_its_logs(
     published: dict[str, Finding], name: str, seen: float
 ) -> None:
-    assert f" = {seen:g} (" in published[name].seen
+    assert f" = {seen:g} (" in published[name].values_text
 
 
 def test_the_published_speed_beside_megatron_fails_by_its_numbers_too(published: dict[str, Finding]) -> None:
-    assert published["7a.faster-than-megatron"].numbers == examine.BROKEN
+    assert published["7a.faster-than-megatron"].numbers_verdict == verdicts.BROKEN
 
 
 def test_a_claim_of_several_gpus_is_not_applicable_until_a_case_runs_on_them() -> None:
-    (claim,) = [claim for claim in claims.load() if claim.id == "hydra.linear"]
-    finding = verdicts.judge(claim, {}, lambda claim, row: True)
+    (claim,) = [claim for claim in claims.load_claims() if claim.id == "hydra.linear"]
+    finding = verdicts.judge_claim(claim, {}, lambda claim, row: True)
     assert (finding.verdict, finding.note) == (
         verdicts.OTHER_MACHINE,
         "said of several-gpus, on which no case runs",

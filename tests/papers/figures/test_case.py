@@ -21,14 +21,14 @@ from harness.devices import named_machines
 from harness.jobs.largest_size import FEWEST_STEPS
 from papers.claims.campaign import Campaign
 from papers.figures import case, case_files, profile, searches
-from papers.figures.points import current_key, repeats
-from papers.figures.profile import PROBE, CaseProfile
+from papers.figures.points import current_key, repeats_of
+from papers.figures.profile import PROBE_LENGTH, CaseProfile
 from tests.support import cli, forks, records
 
 MIB = 2**20
 METHODS = ("megatron-lm", "l2l", "zero-offload", "zero-infinity", "stronghold")
 FACTS = {"cpu": "some CPU", "cores": 2}
-DEMO = profile.make("demo", None, METHODS, FACTS)
+DEMO = profile.make_profile("demo", None, METHODS, FACTS)
 DEPTHS = {"megatron-lm": 2, "l2l": 7, "zero-offload": 4, "zero-infinity": 5, "stronghold": 8}
 
 
@@ -65,7 +65,7 @@ def demo_records(used: CaseProfile = DEMO) -> list[Record]:
             job = dataclasses.replace(used.probe(name, num_layers), options=options)
             found_records.append(record(job, status=status))
     for number in case.numbers():
-        jobs = case.load(number).jobs(used, {name: DEPTHS[name] for name in METHODS[:4]})
+        jobs = case.load_case(number).jobs(used, {name: DEPTHS[name] for name in METHODS[:4]})
         jobs = [job for job in jobs if number > 2 or job.method == "stronghold"]
         found_records += [
             (together if job.method == "hydra" else record)(job, job.workload.num_layers) for job in jobs
@@ -77,11 +77,11 @@ def test_a_figure_has_no_runs_by_two_earlier_states_of_a_method_s_code() -> None
     """Neither is the present one, as on another machine, or after a third change."""
     jobs = [DEMO.job("stronghold", depth, window_size=2) for depth in (2, 3, 4)]
     runs = [record(job, software={"source": source}) for job, source in zip(jobs, "abb", strict=True)]
-    assert case.select(4, DEMO, runs) == runs[1:]
+    assert case.select_runs(4, DEMO, runs) == runs[1:]
 
 
 def test_published_sizes_are_those_of_figure_6a() -> None:
-    assert [(row.method, f"{row.value / 1e9:.3f}") for row in case.published(1) if row.value] == list(
+    assert [(row.method, f"{row.value / 1e9:.3f}") for row in case.published_rows(1) if row.value] == list(
         zip(METHODS, ("1.717", "4.033", "2.522", "2.522", "5.141"), strict=True)
     )
 
@@ -89,34 +89,36 @@ def test_published_sizes_are_those_of_figure_6a() -> None:
 def test_published_speeds_are_the_medians_of_the_logs() -> None:
     """Samples per second as logged, median; steady times leave out its first interval: 0.3 % at most."""
     logged = dict(zip(METHODS, (0.74905, 0.17526, 0.37267, 0.36045, 0.6677), strict=True))
-    assert {row.method: row.value for row in case.published(3)} == pytest.approx(logged, rel=3e-3)
+    assert {row.method: row.value for row in case.published_rows(3)} == pytest.approx(logged, rel=3e-3)
 
 
 def test_published_runs_are_valid_where_their_losses_are_the_references() -> None:
     for number in case.numbers():
-        for row in case.published(number):
+        for row in case.published_rows(number):
             assert row.valid == (row.method in ("megatron-lm", "zero-offload")), row
             assert row.valid == (not row.reason)
 
 
 def test_the_killed_run_is_a_size_that_failed() -> None:
-    assert [(row.method, row.num_layers) for row in case.published(1) if row.status != "ok"] == [("l2l", 78)]
+    assert [(row.method, row.num_layers) for row in case.published_rows(1) if row.status != "ok"] == [
+        ("l2l", 78)
+    ]
 
 
 def test_published_depths_and_windows_are_in_the_figures_order() -> None:
-    assert [row.num_layers for row in case.published(4)] == [16, 24, 32, 40, 48, 56, 64, 78, 92]
-    assert [row.window_size for row in case.published(5)] == [2, 4, 6, 8, 10, 12, 14, 15]
+    assert [row.num_layers for row in case.published_rows(4)] == [16, 24, 32, 40, 48, 56, 64, 78, 92]
+    assert [row.window_size for row in case.published_rows(5)] == [2, 4, 6, 8, 10, 12, 14, 15]
 
 
 def test_a_quarter_of_the_widths_in_a_sixteenth_of_the_memory_is_the_same_experiment() -> None:
-    quick = profile.make("quick", None, METHODS, FACTS)
-    paper = profile.make("paper", "v100-vm", METHODS, FACTS)
+    quick = profile.make_profile("quick", None, METHODS, FACTS)
+    paper = profile.make_profile("paper", "v100-vm", METHODS, FACTS)
     for name in METHODS[:2]:
         assert quick.largest_planned(name) == pytest.approx(paper.largest_planned(name), rel=0.03)
 
 
 def test_the_papers_profile_has_the_published_depths_and_memories() -> None:
-    paper = profile.make("paper", "v100-vm", METHODS, FACTS)
+    paper = profile.make_profile("paper", "v100-vm", METHODS, FACTS)
     assert [paper.depth(published) for published in (16, 32, 48, 78, 92)] == [16, 32, 48, 78, 92]
     assert (
         paper.budget == named_machines.load("v100-vm").budget_on("cuda")
@@ -127,7 +129,7 @@ def test_the_papers_profile_has_the_published_depths_and_memories() -> None:
 def test_fit_follows_the_memories_of_the_machine() -> None:
     """A GPU of 80 GiB beside 512 GiB: 16 bytes a parameter are 768 MiB a layer of the published width."""
     facts = {"gpu": "some GPU", "gpu_bytes": 80 * 2**30, "host_bytes": 512 * 2**30}
-    fit = profile.make("fit", None, METHODS, facts)
+    fit = profile.make_profile("fit", None, METHODS, facts)
     assert 70 < fit.common < 80 * 1024 // 768 and fit.deepest == int(0.9 * 512 * 2**30 / (16 * 50_358_272))
     assert fit.depth(32) == fit.common and fit.depth(92) == fit.deepest
 
@@ -143,11 +145,11 @@ def test_fit_follows_the_memories_of_the_machine() -> None:
 )
 def test_a_profile_that_makes_no_sense_is_told(name: str, on: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        profile.make(name, on, METHODS, FACTS)
+        profile.make_profile(name, on, METHODS, FACTS)
 
 
 def test_a_largest_size_is_the_deepest_that_trained_and_the_one_above_that_failed() -> None:
-    rows = case.measured(1, DEMO, demo_records())
+    rows = case.measured_rows(1, DEMO, demo_records())
     ends = {(row.method, row.num_layers, row.status) for row in rows}
     assert ends == {(n, d, "ok") for n, d in DEPTHS.items()} | {
         (n, d + 1, "oom-host") for n, d in DEPTHS.items()
@@ -158,7 +160,7 @@ def test_a_largest_size_is_the_deepest_that_trained_and_the_one_above_that_faile
 
 
 def test_each_baseline_stands_beside_stronghold_at_its_own_largest_size() -> None:
-    rows = case.measured(2, DEMO, demo_records())
+    rows = case.measured_rows(2, DEMO, demo_records())
     assert [(row.method, row.num_layers) for row in rows[:4]] == list(DEPTHS.items())[:4]
     assert [(row.num_layers, row.value) for row in rows[4:]] == [(depth, 4 / depth) for depth in (2, 4, 5, 7)]
 
@@ -168,7 +170,7 @@ def test_stronghold_is_not_run_at_a_size_that_the_baseline_did_not_train() -> No
         dataclasses.replace(run, gate=Gate("failed", text="loss differs")) if run.job.method == "l2l" else run
         for run in demo_records()
     ]
-    rows = case.measured(2, DEMO, records)
+    rows = case.measured_rows(2, DEMO, records)
     assert [(row.num_layers, row.valid) for row in rows if row.method == "l2l"] == [(7, False)]
     assert 7 not in {row.num_layers for row in rows if row.method == "stronghold"}
 
@@ -177,19 +179,19 @@ def test_a_table_takes_the_repeats_of_the_newest_code_and_no_other_options() -> 
     job = DEMO.job("stronghold", 4, window_size=2, resident_layers=0)
     other = dataclasses.replace(job, options={"window_size": 3, "resident_layers": 0})
     old, new = record(job, key="old"), record(job, key="new")
-    assert repeats(job, [old, new, record(other), new]) == [new, new]
+    assert repeats_of(job, [old, new, record(other), new]) == [new, new]
 
 
 def test_records_of_two_machines_are_refused() -> None:
     records = demo_records()
     records[0] = dataclasses.replace(records[0], machine={"cpu": "another"})
     with pytest.raises(ValueError, match="another; some CPU, 2 cores"):
-        case.select(1, DEMO, records)
+        case.select_runs(1, DEMO, records)
 
 
 def test_records_of_another_profile_are_not_taken() -> None:
     other = dataclasses.replace(DEMO, budget=dataclasses.replace(DEMO.budget, device_bytes=13 * MIB))
-    assert case.select(1, DEMO, demo_records(other)) == []
+    assert case.select_runs(1, DEMO, demo_records(other)) == []
 
 
 def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
@@ -202,11 +204,11 @@ def test_a_table_of_two_windows_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["demo", "paper"])
 def test_figures_of_speed_stream_every_layer_by_one_clipping(name: str) -> None:
     """With layers resident STRONGHOLD offloads nothing, and two ways to clip bend a line of times."""
-    used = profile.make(name, "v100-vm" if name == "paper" else None, METHODS, FACTS)
+    used = profile.make_profile(name, "v100-vm" if name == "paper" else None, METHODS, FACTS)
     jobs = [
         job
         for number in range(2, 6)
-        for job in case.load(number).jobs(used, DEPTHS)
+        for job in case.load_case(number).jobs(used, DEPTHS)
         if job.method == "stronghold"
     ]
     for job in jobs:
@@ -223,7 +225,7 @@ def test_a_csv_holds_its_rows(tmp_path: Path) -> None:
     path = case_files.extract(3, DEMO, demo_records(), tmp_path)
     rows, names = case_files.read_csv(path)
     assert names == {"demo"}
-    assert rows == [*case.measured(3, DEMO, demo_records()), *case.published(3)]
+    assert rows == [*case.measured_rows(3, DEMO, demo_records()), *case.published_rows(3)]
 
 
 def test_a_cell_that_a_spreadsheet_would_compute_is_text_and_is_read_back(tmp_path: Path) -> None:
@@ -389,7 +391,7 @@ def results(folder: Path) -> dict[Path, str]:
 
 
 def test_probes_have_the_steps_that_a_search_needs() -> None:
-    assert PROBE["steps"] >= FEWEST_STEPS
+    assert PROBE_LENGTH["steps"] >= FEWEST_STEPS
 
 
 @pytest.mark.parametrize(
@@ -408,7 +410,7 @@ def test_a_search_is_finished_where_both_sides_of_the_edge_are_on_record(
 ) -> None:
     records = [record(DEMO.probe("l2l", depth), status=status) for depth, status in outcomes.items()]
     assert searches.is_searched("l2l", records) == is_searched
-    assert {row.is_final for row in case.measured(1, DEMO, records)} == {is_searched}
+    assert {row.is_final for row in case.measured_rows(1, DEMO, records)} == {is_searched}
 
 
 def test_a_search_ends_where_one_more_layer_would_take_more_than_the_machine_has() -> None:

@@ -14,7 +14,7 @@ from papers.figures.point import FigureRow
 
 def drawn(number: int, rows: list[FigureRow]):
     """The axes of ours and of the published."""
-    return case.load(number).figure([*rows, *case.published(number)], "profile demo").axes
+    return case.load_case(number).figure([*rows, *case.published_rows(number)], "profile demo").axes
 
 
 def measured_rows(metric: str = "params", **changes) -> list[FigureRow]:
@@ -150,7 +150,7 @@ def speeds(**changes) -> list[FigureRow]:
 
 def test_each_timed_step_of_a_bar_is_a_dot() -> None:
     axes = drawn(3, speeds())[0]
-    (dots,) = [marks for marks in axes.collections if marks.get_gid() == plot.DOTS]
+    (dots,) = [marks for marks in axes.collections if marks.get_gid() == plot.STEP_DOTS_ID]
     assert dots.get_offsets()[:, 1].tolist() == [1.0, 1.5, 2.0, 2.0, 2.5, 3.0]
     # above the highest dot
     assert axes.texts[-1].get_text() == "2.00" and axes.texts[-1].get_position()[1] > 3.0
@@ -181,12 +181,12 @@ def test_placement_and_clipping_stand_under_a_bar() -> None:
 
 
 def test_fonts_of_a_pdf_are_embedded_as_type_42(tmp_path: Path) -> None:
-    pdf, _ = plot.save(case.load(3).figure(speeds(), "profile demo"), tmp_path / "figure")
+    pdf, _ = plot.save(case.load_case(3).figure(speeds(), "profile demo"), tmp_path / "figure")
     assert b"/CIDFontType2" in pdf.read_bytes() and b"/Type3" not in pdf.read_bytes()
 
 
 def test_a_page_tells_the_small_print_below_the_figure() -> None:
-    figure = case.load(3).figure([*speeds(), *case.published(3)], "profile demo")
+    figure = case.load_case(3).figure([*speeds(), *case.published_rows(3)], "profile demo")
     svg, texts = plot.svg(figure), plot.notes(figure)
     assert svg == plot.svg(figure) and len(svg) < len(_svg_with_small_print(figure))
     assert texts[0].startswith("measured: profile demo; some CPU") and texts[-1].startswith("published: V100")
@@ -239,7 +239,7 @@ def test_panels_share_a_scale_only_for_the_same_widths_by_the_same_clock() -> No
 
 def test_the_small_line_tells_machine_clock_profile_window_and_what_error_bars_are() -> None:
     rows = measured_rows(window_size=2, low=0.8e6, high=1.4e6, num_runs=3)
-    text = plot.caption(rows, case.published(3), "profile demo")
+    text = plot.caption(rows, case.published_rows(3), "profile demo")
     for part in (
         "some CPU",
         "clock sim",

@@ -151,7 +151,7 @@ def test_a_references_log_enters_no_table(folder: Path, script: str) -> None:
 
 def test_a_references_log_reads_as_any_other(folder: Path) -> None:
     write_log(folder, method.reference(), 32, 15)
-    logs = {path.name.split("_")[1]: parse.read(path) for path in (folder / "results").glob("*.txt")}
+    logs = {path.name.split("_")[1]: parse.read_log(path) for path in (folder / "results").glob("*.txt")}
     reference, other = logs[method.reference()], logs["megatron-lm"]
     assert [interval.elapsed_ms for interval in reference.intervals] == [
         pytest.approx(1000 * statistics.fmean(seconds_of("resident")[end - 10 : end]), abs=0.1)

@@ -25,7 +25,7 @@ from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from harness.run.launch import launch
 from papers.claims import claims, fairness, verify
-from papers.logs.import_logs import import_logs, line
+from papers.logs.import_logs import import_logs, record_line
 from tests.support.cli import run
 from tests.support.fuzz import fuzzed
 from tests.support.logs import (
@@ -75,7 +75,7 @@ def test_the_raw_logs_have_the_published_medians_parameters_and_memory(tmp_path:
         assert str(round(statistics.median(evidence["samples_per_second"]), 5)) == row["sps_median"]
         steady = evidence["elapsed_ms"][1:]
         assert (f"{statistics.median(steady):.1f}" if steady else "") == row["ms_steady_median"]
-        assert f" {row['ms_steady_median']} ms a step" in line(record) or not steady
+        assert f" {row['ms_steady_median']} ms a step" in record_line(record) or not steady
         assert (
             record.median_step_seconds == pytest.approx(statistics.median(steady) / 1000) if steady else True
         )
@@ -171,7 +171,7 @@ def test_sweep_and_fairness_table_take_no_imported_record_for_their_own(tmp_path
     record.write(tmp_path / "log_resident.json")
     assert len(read_all(tmp_path)[0]) == 1
     assert Sweep(tmp_path).records == {}
-    assert fairness.rows([record]) == []
+    assert fairness.fairness_rows([record]) == []
 
 
 TIMES = ("(ms): 1000.0", "(s): 1.00", "(ms): 1000,0", "(min): 0.02")
@@ -308,12 +308,12 @@ def test_a_mutated_log_is_a_record_or_no_log_and_never_a_traceback(
     records = imported_or_skipped(path, results, skipped)
     assert len(records) + len(skipped) == 1
     for record in records:
-        line(record).encode()
+        record_line(record).encode()
         (stored,) = read_all(results)[0].values()
         assert 0 < (stored.median_step_seconds or 1.0) < math.inf
         assert not stored.gate.passed or stored.status == "ok"
         if zlib.crc32(b"".join(content)) % 16 == 0:
-            assert len(verify.findings(results, None, "v100-vm")) == len(claims.load())
+            assert len(verify.findings(results, None, "v100-vm")) == len(claims.load_claims())
         assert not any(is_new for _, is_new in import_logs([path], results, None, lambda *skip: None))
 
 

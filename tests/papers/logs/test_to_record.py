@@ -11,7 +11,7 @@ import pytest
 
 from harness.core.job import Job, Workload
 from harness.core.log_lines import header_lines, interval_lines
-from papers.logs.parse import NotALog, read
+from papers.logs.parse import NotALog, read_log
 from papers.logs.to_record import to_record
 from tests.support.logs import (
     PUBLISHED,
@@ -87,7 +87,7 @@ def test_deepspeeds_speed_is_known_to_be_cumulative(tmp_path: Path) -> None:
 def test_cumulative_speeds_take_apart_into_the_times_of_intervals(name: str) -> None:
     # Steps 3 to n take (n - 2) B / speed: the difference of two of those is an interval, without its data loading.
     path = next((PUBLISHED / "logs").glob(f"log_{name}_*"))
-    evidence = to_record(read(path), path.name).evidence
+    evidence = to_record(read_log(path), path.name).evidence
     spent = [
         (n - 2) * 4 / speed
         for n, speed in zip(evidence["iterations"], evidence["samples_per_second"], strict=True)
@@ -234,7 +234,7 @@ def test_other_parameters_than_the_names_are_said_and_fail(tmp_path: Path) -> No
 
 def test_a_name_that_is_no_logs_is_not_even_opened(tmp_path: Path) -> None:
     with pytest.raises(NotALog, match="its name is not"):
-        read(tmp_path / "log_l2l_l-x_hs-64_bs-4_ws-4.txt")
+        read_log(tmp_path / "log_l2l_l-x_hs-64_bs-4_ws-4.txt")
 
 
 def test_a_long_file_of_anything_is_read_in_seconds(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_a_long_file_of_anything_is_read_in_seconds(tmp_path: Path) -> None:
         file.write(
             b"  a . " + b" " * 3_000_000 + b"x" + b"\0" * 10_000_000 + b"\n" + b"iteration 1/ \n" * 50_000
         )
-    assert to_record(read(path), path.name).losses == [9.0, 8.0]
+    assert to_record(read_log(path), path.name).losses == [9.0, 8.0]
     lines = ["method m with , 3 steps on cpu, Workload(" + "a" * 16_000 + ")"] * 100
-    assert read(write_log(tmp_path, path.name, lines)).first_line["workload"] == {}
+    assert read_log(write_log(tmp_path, path.name, lines)).first_line["workload"] == {}
 
 
 def test_slurms_reason_goes_before_the_kill_that_it_caused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from harness.core.record import Gate, Record, added_folders, read_all
 from harness.gate.probe import FOLDER as PROBES
 from harness.gate.probe import LEARNING_RATE
 from papers.report import bundle, page
-from papers.report.add import add
+from papers.report.bundle import add_results
 from tests.cli.test_main import run
 from tests.papers.report.test_page import RECORDS
 from tests.support import records
@@ -80,21 +80,21 @@ def test_a_copy_of_what_is_there_is_refused(tmp_path: Path) -> None:
 
 def test_of_copies_and_others_the_others_are_added(tmp_path: Path) -> None:
     mine = records.write(tmp_path / "mine", REFERENCE)
-    (*_, last) = add(records.write(tmp_path / "theirs", REFERENCE, RUN), mine)
+    (*_, last) = add_results(records.write(tmp_path / "theirs", REFERENCE, RUN), mine)
     assert [record.job.method for record in read_all(Path(last))[0].values()] == ["l2l"]
 
 
 def test_a_verdict_is_what_the_records_give_not_what_they_say(tmp_path: Path) -> None:
     wrong = dataclasses.replace(RUN, losses=[2.0] * RUN.job.steps)
     assert wrong.gate.verdict == "exact" and wrong.samples_per_second
-    *lines, last = add(records.write(tmp_path / "theirs", REFERENCE, wrong), tmp_path / "mine")
+    *lines, last = add_results(records.write(tmp_path / "theirs", REFERENCE, wrong), tmp_path / "mine")
     taken = next(record for record in read_all(Path(last))[0].values() if record.job.method == "l2l")
     assert (taken.gate.verdict, taken.gate.reason, taken.samples_per_second) == ("failed", "forward", None)
     assert any("no throughput" in line and "(sent as exact)" in line for line in lines)
 
 
 def test_without_its_reference_a_run_has_no_verdict(tmp_path: Path) -> None:
-    *_, last = add(records.write(tmp_path / "theirs", RUN), tmp_path / "mine")
+    *_, last = add_results(records.write(tmp_path / "theirs", RUN), tmp_path / "mine")
     (taken,) = read_all(Path(last))[0].values()
     assert (taken.gate.verdict, taken.gate.reason) == ("untested", "no-reference")
 
@@ -112,7 +112,7 @@ def test_the_probe_is_judged_again_too(tensor: str, verdict: str, tmp_path: Path
         rounded,
         trained("l2l", 1e9, workload=PROBED, key="p", tensors=other),
     )
-    *_, last = add(sender, tmp_path / "mine")
+    *_, last = add_results(sender, tmp_path / "mine")
     taken = next(record for record in read_all(Path(last))[0].values() if record.job.method == "l2l")
     assert taken.gate.verdict == verdict and "probe" in taken.gate.text
 
@@ -122,7 +122,7 @@ def test_another_sources_probe_is_none(tmp_path: Path) -> None:
     sender = records.write(tmp_path / "theirs", REFERENCE, probed)
     other = trained("l2l", 1e9, workload=PROBED, key="p", software={"source": "other"})
     records.write(sender / PROBES, trained("resident", 1e9, workload=PROBED), other)
-    *_, last = add(sender, tmp_path / "mine")
+    *_, last = add_results(sender, tmp_path / "mine")
     gate = list(read_all(Path(last))[0].values())[-1].gate
     assert gate.text.startswith("0 of the 1 probes that its verdict names came with it")
     assert (gate.verdict, gate.reason) == ("untested", "probe")
@@ -132,7 +132,7 @@ def test_another_sources_probe_is_none(tmp_path: Path) -> None:
 def test_no_run_is_judged_better_than_it_was_sent(sent: str, tmp_path: Path) -> None:
     """Its probe, which failed, stayed with the sender."""
     probed = dataclasses.replace(RUN, gate=Gate(sent, "update", "the update is off (probe in fp32)"))
-    *_, last = add(records.write(tmp_path / "theirs", REFERENCE, probed), tmp_path / "mine")
+    *_, last = add_results(records.write(tmp_path / "theirs", REFERENCE, probed), tmp_path / "mine")
     taken = next(record for record in read_all(Path(last))[0].values() if record.job.method == "l2l")
     assert taken.gate.verdict == sent and "(probe in fp32)" in taken.gate.text
 
@@ -146,7 +146,7 @@ def test_a_model_that_is_not_known_is_left_out_and_not_made(
         "mistral", config=json.dumps(config_of("mistral", num_key_value_heads=1)), learning_rate=1e-3
     )
     sender = records.write(tmp_path / "theirs", REFERENCE, RUN, trained("l2l", 1e9 + 70, workload=foreign))
-    *lines, last = add(sender, tmp_path / "mine")
+    *lines, last = add_results(sender, tmp_path / "mine")
     assert (
         "left out: 1 record of models that are not known here (mistral): train them first, then add again"
         in lines
@@ -159,12 +159,12 @@ def test_a_model_that_is_not_known_is_left_out_and_not_made(
 def test_a_log_that_is_added_commands_no_terminal(tmp_path: Path) -> None:
     sender = records.write(tmp_path / "theirs", REFERENCE)
     (sender / "log_0.txt").write_text("step 1 \x1b[2J\u202e\n")
-    *_, last = add(sender, tmp_path / "mine")
+    *_, last = add_results(sender, tmp_path / "mine")
     assert (Path(last) / "log_0.txt").read_text() == "step 1 \\x1b[2J\\u202e\n"
 
 
 def test_a_run_that_its_sender_had_not_judged_yet_is_judged(tmp_path: Path) -> None:
-    *_, last = add(
+    *_, last = add_results(
         records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path
     )
     assert [record.gate.verdict for record in read_all(Path(last))[0].values()] == ["exact", "exact"]
@@ -172,8 +172,12 @@ def test_a_run_that_its_sender_had_not_judged_yet_is_judged(tmp_path: Path) -> N
 
 def test_the_page_says_which_runs_their_sender_had_not_judged(tmp_path: Path) -> None:
     """Nothing tells a run that was never judged from one whose verdict was removed."""
-    [*add(records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path)]
-    (sent,) = page.sent_in(tmp_path, None, 0)
+    [
+        *add_results(
+            records.write(tmp_path / "theirs", REFERENCE, dataclasses.replace(RUN, gate=Gate())), tmp_path
+        )
+    ]
+    (sent,) = page.read_sent_in(tmp_path, None, 0)
     reasons = dict(zip(map(str, sent.records["method"]), map(str, sent.records["why"]), strict=True))
     assert ["judged here, not by the sender" in why for why in reasons.values()] == [False, True], reasons
 
@@ -214,7 +218,7 @@ def test_code_in_a_folder_stays_there(tmp_path: Path) -> None:
     sender = records.write(tmp_path / "theirs", REFERENCE)
     (sender / "method.py").write_text("import os")
     (sender / "log_0.txt").write_text("step 1")
-    *_, last = add(sender, tmp_path / "mine")
+    *_, last = add_results(sender, tmp_path / "mine")
     files = {path.name for path in Path(last).rglob("*") if path.is_file()}
     assert files == {"log_0.json", "log_0.txt"}
 
@@ -241,6 +245,6 @@ def test_an_archive_has_the_probes_by_which_it_is_judged(tmp_path: Path) -> None
         trained("resident", 1e9, workload=PROBED),
         trained("l2l", 1e9, workload=PROBED, key="p"),
     )
-    *lines, last = add(bundle.write(sender), tmp_path / "mine")
+    *lines, last = add_results(bundle.write_archive(sender), tmp_path / "mine")
     assert any("l2l" in line and f"probe: {RUN.job.steps} steps in fp32" in line for line in lines)
     assert len(read_all(Path(last) / PROBES)[0]) == 2

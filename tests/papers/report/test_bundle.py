@@ -23,7 +23,7 @@ from harness.base.console import readable_output
 from harness.core.job import Job
 from harness.core.record import Gate, Record, read_all
 from papers.report import bundle, page
-from papers.report.redact import ADDRESS, HOST, USER, Names, names_here, nodes
+from papers.report.redact import ADDRESS, HOST, USER, Names, hosts_of_node_list, names_to_remove
 from tests.cases.test_case7 import left_by_measuring
 from tests.cli.test_main import run
 from tests.papers.figures.test_case import DEMO as CASE_DEMO
@@ -63,7 +63,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def archive(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bundle.write(results, tmp_path_factory.mktemp("archive") / "some.tar.gz", NAMES)
+    return bundle.write_archive(results, tmp_path_factory.mktemp("archive") / "some.tar.gz", NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_trace_its_figure_and_its_place_in_the_report_are_in_it_without_a_name
     results = tmp_path / "results"
     records.write(results, RECORDS[0], put_trace(results, Path("/home/alice/results")))
     (results / "traces" / "other.json").write_text("{}")
-    with tarfile.open(bundle.write(results, tmp_path / "b.tar.gz", NAMES)) as tar:
+    with tarfile.open(bundle.write_archive(results, tmp_path / "b.tar.gz", NAMES)) as tar:
         tar.extractall(tmp_path, filter="data")
     folder = tmp_path / bundle.FOLDER
     texts = [(folder / name).read_text() for name in ("traces/overlap_demo.json", "figures/overlap_demo.csv")]
@@ -114,7 +114,7 @@ def test_the_page_of_case_7_shows_what_was_measured_beside_its_runs(tmp_path: Pa
     records.write(
         tmp_path / "results", *(case_record(job, 2.0) for job in case7.Pipelines().jobs(CASE_DEMO, {}))
     )
-    with tarfile.open(bundle.write(tmp_path / "results", tmp_path / "b.tar.gz", NAMES)) as tar:
+    with tarfile.open(bundle.write_archive(tmp_path / "results", tmp_path / "b.tar.gz", NAMES)) as tar:
         tar.extractall(tmp_path, filter="data")
     text = (tmp_path / bundle.FOLDER / "report" / "index.html").read_text()
     drawn = [
@@ -129,7 +129,7 @@ def test_the_same_results_give_the_same_bytes(results: Path, archive: Path, tmp_
     copied = shutil.copytree(results, tmp_path / "copy")
     for path in copied.iterdir():
         os.utime(path, (1, 1))
-    assert bundle.write(copied, tmp_path / "other.tar.gz", NAMES).read_bytes() == archive.read_bytes()
+    assert bundle.write_archive(copied, tmp_path / "other.tar.gz", NAMES).read_bytes() == archive.read_bytes()
 
 
 def test_no_name_is_in_any_text_of_it(unpacked: Path) -> None:
@@ -147,7 +147,7 @@ def test_no_name_of_this_machine_is_in_a_bundle_made_here(tmp_path: Path) -> Non
     file = "cli/main.py"  # of this checkout, and of another
     reason = f"at {socket.gethostname()}: {Path.home()}/x, {ROOT}/{file}, /opt/other/{file}, {tmp_path}/some/file.bin"
     records.write(tmp_path / "results", dataclasses.replace(NO_CASE, status="crash", reason=reason))
-    with tarfile.open(bundle.write(tmp_path / "results")) as tar:
+    with tarfile.open(bundle.write_archive(tmp_path / "results")) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/log_0.json")
         assert member is not None
         data = member.read().decode()
@@ -182,7 +182,7 @@ def test_a_word_of_the_records_stays_although_a_host_is_called_so(unpacked: Path
     ],
 )
 def test_text_without_a_name_is_left_as_it_is(text: str) -> None:
-    assert NAMES.text(text) == text and names_here().text(text) == text
+    assert NAMES.text(text) == text and names_to_remove().text(text) == text
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_what_names_others_or_opens_doors_is_taken_out(text: str, left: str) -> 
 
 
 def test_hosts_of_other_machines_are_read_from_slurms_lists() -> None:
-    hosts = list(nodes("login1,tux[1-3,07]-ib,gpu[9-10]"))
+    hosts = list(hosts_of_node_list("login1,tux[1-3,07]-ib,gpu[9-10]"))
     assert hosts == ["login1", "tux1-ib", "tux2-ib", "tux3-ib", "tux07-ib", "gpu9", "gpu10"]
 
 
@@ -236,7 +236,7 @@ def test_no_name_is_left_however_it_is_put(parts: list[tuple[str, str]]) -> None
 @pytest.mark.heavy
 def test_records_of_two_machines_have_a_report_each(tmp_path: Path) -> None:
     other = dataclasses.replace(RECORDS[1], machine={"gpu": "NVIDIA H100/80"})
-    with tarfile.open(bundle.write(records.write(tmp_path, RECORDS[0], other))) as tar:
+    with tarfile.open(bundle.write_archive(records.write(tmp_path, RECORDS[0], other))) as tar:
         pages = [name for name in tar.getnames() if name.endswith(".html")]
     assert pages == [
         f"{bundle.FOLDER}/report/{name}/index.html" for name in ("NVIDIA-H100-80", "Some-CPU-2-cores")
@@ -247,8 +247,8 @@ def test_records_of_two_machines_have_a_report_each(tmp_path: Path) -> None:
 def test_the_report_of_an_archive_with_imported_logs_says_what_the_report_here_says(tmp_path: Path) -> None:
     log = dataclasses.replace(RECORDS[1], key="log", origin="imported", machine={}, clock="cuda")
     results = records.write(tmp_path / "results", RECORDS[0], log)
-    _, review = page.write(results, tmp_path / "here" / "index.html")
-    with tarfile.open(bundle.write(results, tmp_path / "b.tar.gz", Names())) as tar:
+    _, review = page.write_report(results, tmp_path / "here" / "index.html")
+    with tarfile.open(bundle.write_archive(results, tmp_path / "b.tar.gz", Names())) as tar:
         member = tar.extractfile(f"{bundle.FOLDER}/report/review.md")
         assert member is not None and member.read().decode() == review.read_text()
 
@@ -258,7 +258,7 @@ def test_what_is_no_file_of_its_own_is_left_out(tmp_path: Path, capsys: pytest.C
     (tmp_path / "secret").write_text("secret")
     (folder / "log_1.txt").symlink_to("../secret")
     os.mkfifo(folder / "log_2.txt")
-    with tarfile.open(bundle.write(folder, tmp_path / "b.tar.gz", NAMES)) as tar:
+    with tarfile.open(bundle.write_archive(folder, tmp_path / "b.tar.gz", NAMES)) as tar:
         assert not [name for name in tar.getnames() if name.endswith(("log_1.txt", "log_2.txt"))]
     assert capsys.readouterr().err.count("expected a regular file") == 2
 
@@ -271,7 +271,7 @@ def test_a_file_whose_name_the_manifest_cannot_list_is_left_out(
         (folder / os.fsdecode(name)).write_text("")
     (folder / "log_1.json").rename(folder / os.fsdecode(b"log_\xff.json"))
     with readable_output():
-        archive = bundle.write(folder, tmp_path / "b.tar.gz", NAMES)
+        archive = bundle.write_archive(folder, tmp_path / "b.tar.gz", NAMES)
     with tarfile.open(archive) as tar:
         assert sorted(Path(name).name for name in tar.getnames() if "log_" in name) == [
             "log_0.json",
@@ -283,7 +283,7 @@ def test_a_file_whose_name_the_manifest_cannot_list_is_left_out(
 def test_the_name_of_a_file_has_no_name_of_a_host(tmp_path: Path) -> None:
     folder = records.write(tmp_path / "results", RECORDS[0])
     (folder / "log_node17_x.txt").write_text("")
-    with tarfile.open(bundle.write(folder, tmp_path / "b.tar.gz", NAMES)) as tar:
+    with tarfile.open(bundle.write_archive(folder, tmp_path / "b.tar.gz", NAMES)) as tar:
         assert [name for name in tar.getnames() if name.endswith("_x.txt")] == [
             f"{bundle.FOLDER}/log_{HOST}_x.txt"
         ]

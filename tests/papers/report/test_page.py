@@ -20,7 +20,7 @@ from harness.core.job import Job, Workload
 from harness.core.record import Gate, Record
 from harness.gate.probe import LEFT_OUT
 from harness.jobs.command import command_of
-from papers.claims import claims, verify
+from papers.claims import claims, judge, verify
 from papers.claims.judge import Finding
 from papers.figures import case
 from papers.report import conclusion, tables
@@ -122,7 +122,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    page, _ = report.write(write(tmp_path_factory.mktemp("report") / "results", *RECORDS))
+    page, _ = report.write_report(write(tmp_path_factory.mktemp("report") / "results", *RECORDS))
     return page
 
 
@@ -137,7 +137,7 @@ ALL, CLAIMS = "Every record, oldest first", "Claims that "
 
 def test_what_ranks_took_is_no_fact_of_the_machine() -> None:
     ranks = [{"rank": 0, "resident_peak_bytes": 7}]
-    assert report.lasting({**MACHINE, "load_average": 2.0, "ranks": ranks}) == MACHINE
+    assert report.lasting_facts({**MACHINE, "load_average": 2.0, "ranks": ranks}) == MACHINE
 
 
 def test_the_page_refers_to_nothing_outside_of_it(page: Page, written: Path) -> None:
@@ -204,7 +204,7 @@ def test_hostile_text_is_text(page: Page) -> None:
 
 def test_the_same_records_give_the_same_bytes(written: Path, tmp_path: Path) -> None:
     results = written.parent.parent
-    again = report.write(results, tmp_path / "a" / "page.html", None, None)
+    again = report.write_report(results, tmp_path / "a" / "page.html", None, None)
     assert [path.read_bytes() for path in again] == [
         written.read_bytes(),
         (written.parent / "review.md").read_bytes(),
@@ -258,15 +258,16 @@ def test_the_call_that_repeats_a_run_leaves_the_probe_out_where_the_run_did(left
 def test_claims_end_as_verify_says(page: Page, written: Path) -> None:
     findings = verify.findings(written.parent.parent, None, None)
     published = {
-        finding.claim.id: finding
-        for finding in verify.findings(written.parent.parent, verify.PUBLISHED, None)
+        finding.claim.id: finding for finding in verify.findings(written.parent.parent, judge.PUBLISHED, None)
     }
     rows = [row for caption, rows in page.tables.items() if caption.startswith(CLAIMS) for row in rows[1:]]
     assert len(rows) == len(findings)
     for finding in findings:
         (row,) = [row for row in rows if f" {finding.claim.id}: " in row[0]]
-        assert row[0].startswith(finding.claim.text) and row[2].startswith(finding.seen)
-        assert row[1].startswith(published[finding.claim.id].seen) and row[3].startswith(finding.verdict)
+        assert row[0].startswith(finding.claim.text) and row[2].startswith(finding.values_text)
+        assert row[1].startswith(published[finding.claim.id].values_text) and row[3].startswith(
+            finding.verdict
+        )
 
 
 def test_the_conclusion_comes_first_then_figures_claims_how_it_was_measured_and_the_records(
@@ -276,13 +277,14 @@ def test_the_conclusion_comes_first_then_figures_claims_how_it_was_measured_and_
     assert re.findall(r'<h2 id="(\w+)"', text) == ["figures", "claims", "summary", "measured", "all"]
     before = text.partition('<h2 id="figures"')[0]
     assert all(
-        sentence in html.unescape(before) for sentence in report.gather(written.parent.parent)["conclusion"]
+        sentence in html.unescape(before)
+        for sentence in report.template_values(written.parent.parent)["conclusion"]
     )
 
 
 def test_the_conclusion_says_what_was_measured_where_and_which_claims_hold() -> None:
     first, pipelines = (
-        next(claim for claim in claims.load() if claim.id == name) for name in ("6a.order", PIPELINES)
+        next(claim for claim in claims.load_claims() if claim.id == name) for name in ("6a.order", PIPELINES)
     )
     findings = [
         Finding(first, "PASS"),
@@ -290,14 +292,14 @@ def test_the_conclusion_says_what_was_measured_where_and_which_claims_hold() -> 
     ]
     clock = "by the clock sim (a CPU whose device memory and link are simulated)"
     slow = '"On commodity networks other pipelines take up to 26 % longer"'
-    assert conclusion.sentences(RECORDS, findings, ["Some CPU, 2 cores"]) == [
+    assert conclusion.opening_sentences(RECORDS, findings, ["Some CPU, 2 cores"]) == [
         f"On Some CPU, 2 cores, {clock}, 3 of 5 runs of 3 methods trained as the reference does, 1 failed the gate,"
         " and 1 ran out of host memory.",
         'Of 4 claims of the papers 3 could be tested: 1 holds ("STRONGHOLD trains the largest model, then L2L, then'
         f' both ZeRO methods, then Megatron-LM"), and 2 do not hold ({slow}; {slow}).',
     ]
     untested = [Finding(first, "NOT TESTED"), Finding(pipelines, "SIMULATED")]
-    measured, judged = conclusion.sentences([LOG], untested, [])
+    measured, judged = conclusion.opening_sentences([LOG], untested, [])
     assert measured == "In imported logs, 1 of 1 run of 1 method trained as the reference does."
     assert judged == "None of 2 claims of the papers could be tested by them."
 
@@ -324,7 +326,7 @@ def test_a_figures_data_lies_beside_the_page(page: Page, written: Path) -> None:
 def test_of_many_sizes_those_are_shown_that_leave_no_methods_row_empty() -> None:
     large = [measured(DEMO.probe("l2l", depth), f"k{depth}") for depth in range(3, 12)]
     runs = [measured(DEMO.probe(name, 2), name) for name in ("l2l", "stronghold")] + large
-    summary = tables.summary(
+    summary = tables.summary_table(
         [tables.Entry(number, Path("log.json"), run) for number, run in enumerate(runs, start=1)]
     )
     by_method = dict(zip(("l2l", "stronghold"), summary.values.tolist(), strict=True))
@@ -342,10 +344,10 @@ def test_a_method_has_a_row_and_a_size_a_column(page: Page) -> None:
 
 
 def test_claims_that_the_records_decide_are_shown_the_others_are_folded(page: Page, written: Path) -> None:
-    all_claims = claims.load()
+    all_claims = claims.load_claims()
     verdicts = ["N/A", "NOT TESTED", "FAIL", "NOT DISTINGUISHABLE", "PASS", "XFAIL", "SIMULATED"]
     findings = [Finding(claim, verdict) for claim, verdict in zip(all_claims[:7], verdicts, strict=True)]
-    shown = tables.claims_shown(findings, [Finding(claim, "PASS") for claim in all_claims], [])
+    shown = tables.shown_claim_tables(findings, [Finding(claim, "PASS") for claim in all_claims], [])
     assert [[cell.text for cell in group["verdict"]] for group in shown] == [
         ["PASS", "FAIL", "XFAIL", "NOT DISTINGUISHABLE"],
         ["SIMULATED"],
@@ -363,17 +365,17 @@ def test_each_peak_says_of_which_memory_it_is_and_each_clock_has_a_row() -> None
     job = DEMO.probe("l2l", 2)
     both = [measured(job, "a"), measured(dataclasses.replace(job, device="cpu"), "b", clock="cpu")]
     entries = [tables.Entry(number, Path("log.json"), record) for number, record in enumerate(both, start=1)]
-    summary = tables.summary(entries)
+    summary = tables.summary_table(entries)
     assert [cell.text for cell in summary["clock"]] == ["sim", "cpu"]
     assert [cell.more for cell in summary.iloc[:, -1]] == ["exact, device 1.0 MiB, host 2.0 MiB"] * 2
-    assert "clock" not in tables.summary(entries[:1])
+    assert "clock" not in tables.summary_table(entries[:1])
 
 
 def test_a_methods_cell_shows_the_newest_judged_record_and_its_window() -> None:
     job = dataclasses.replace(DEMO.probe("l2l", 2), options={"window_size": 3})
     judged = measured(job, "a", started=1.6e9)
     later = [measured(job, "a", gate=Gate()), measured(job, "a", status="interrupted", gate=Gate())]
-    summary = tables.summary(
+    summary = tables.summary_table(
         [tables.Entry(n, Path("log.json"), record) for n, record in enumerate([judged, *later], start=1)]
     )
     (cell,) = summary.iloc[:, -1]
@@ -395,14 +397,14 @@ def test_the_review_has_every_verdict_in_a_table_that_hostile_text_does_not_brea
 def test_a_profile_with_two_names_has_its_figures_once() -> None:
     gpu = {**MACHINE, "gpu": "Some GPU", "gpu_bytes": 2**37}
     job = case.profile_of("quick", None, gpu).probe("l2l", 8)
-    case_tables = report.tables([measured(job, "k", clock="cuda", machine=gpu)])
+    case_tables = report.case_tables([measured(job, "k", clock="cuda", machine=gpu)])
     assert [(used.name, number) for used, number, _ in case_tables if number == 1] == [("quick", 1)]
 
 
 def test_files_that_are_no_records_are_named(tmp_path: Path) -> None:
     results = write(tmp_path, *RECORDS[:1])
     (results / "log_bad.json").write_text("{")
-    page, review = report.write(results)
+    page, review = report.write_report(results)
     for path in (page, review):
         assert "log_bad.json is not a record" in path.read_text() and str(tmp_path) not in path.read_text()
 
@@ -441,21 +443,21 @@ LOG = dataclasses.replace(RECORDS[0], key="k9", origin="imported", machine={}, g
 
 
 def test_imported_logs_are_marked_and_counted_apart(tmp_path: Path) -> None:
-    page, review = report.write(write(tmp_path, *RECORDS, LOG))
+    page, review = report.write_report(write(tmp_path, *RECORDS, LOG))
     shown = Page(page.read_text())
-    assert [tables.LOG in text for text in shown.column(ALL, "method")] == [False] * 5 + [True]
+    assert [tables.IMPORTED_LOG_TEXT in text for text in shown.column(ALL, "method")] == [False] * 5 + [True]
     assert "6 records: 5 measured here, 1 read from logs</h1>" in page.read_text()
     assert "<li>1 imported: trained and passed the gate</li>" in page.read_text()
     assert "5 of them measured here" in review.read_text() and "1 read from logs" in review.read_text()
 
 
 def test_verdicts_on_logs_alone_are_called_so(tmp_path: Path) -> None:
-    page, review = report.write(write(tmp_path, LOG))
+    page, review = report.write_report(write(tmp_path, LOG))
     log = dataclasses.replace(
         LOG, job=Job("megatron-lm", Workload(num_layers=32), device="cuda"), clock="cuda"
     )
     assert "imported logs" not in Page(page.read_text()).head(CLAIMS)  # of a size that nothing is said of
-    page, review = report.write(write(tmp_path, log))
+    page, review = report.write_report(write(tmp_path, log))
     assert (
         "imported logs" in Page(page.read_text()).head(CLAIMS) and "By imported logs:" in review.read_text()
     )
@@ -465,7 +467,9 @@ def test_what_was_foretold_stands_beside_what_was_measured(page: Page, tmp_path:
     """The published Megatron-LM run of 32 layers, by the published machine's rates; none of a machine nobody knows."""
     job = Job("megatron-lm", Workload(num_layers=32), device="cuda")
     shown = Page(
-        report.write(write(tmp_path, measured(job, "k", origin="imported", clock="cuda")))[0].read_text()
+        report.write_report(write(tmp_path, measured(job, "k", origin="imported", clock="cuda")))[
+            0
+        ].read_text()
     )
     (caption,) = (caption for caption in shown.tables if caption.startswith("A step of 1.717 B"))
     row = shown.column(caption, "method").index("megatron-lm")
@@ -481,7 +485,7 @@ def test_a_run_that_was_broken_off_and_completed_later_is_not_told_as_one_that_d
         RECORDS[0], status="interrupted", reason="by Ctrl-C", started=1.6e9, gate=Gate()
     )
     never = dataclasses.replace(broken, key="another", reason="by a flood")
-    _, review = report.write(write(tmp_path, broken, never, RECORDS[0]))
+    _, review = report.write_report(write(tmp_path, broken, never, RECORDS[0]))
     section = review.read_text().partition("## Runs that did not train")[2].partition("## ")[0]
     assert "by a flood" in section and "by Ctrl-C" not in section
 

@@ -21,7 +21,14 @@ import torch.distributed as dist
 
 from bench.judge_launch import judge, judge_folder
 from bench.morphs import random_schedule
-from cases._morphs import CHECKPOINT_EVERY, SMALL, Change, Schedule, play, undisturbed
+from cases._morphs import (
+    CHECKPOINT_EVERY,
+    SMALL_MODEL,
+    Change,
+    Schedule,
+    run_morphing_job,
+    run_undisturbed_job,
+)
 from harness.base import fork_server
 from harness.base.checkout import ROOT
 from harness.base.child_process import child_environment
@@ -652,13 +659,13 @@ def test_a_job_on_machines_that_leave_die_and_come_trains_as_one_process(tmp_pat
         Change(20, 1),
         Change(26, 1, "launcher"),
     )
-    alone = undisturbed(tmp_path / "alone", steps)
-    played = play(tmp_path / "morphs", Schedule(4, 4, changes), steps, SMALL)
-    assert played.code == 0, played.output
+    alone = run_undisturbed_job(tmp_path / "alone", steps)
+    job = run_morphing_job(tmp_path / "morphs", Schedule(4, 4, changes), steps, SMALL_MODEL)
+    assert job.exit_code == 0, job.output
     verdict = judge_folder(tmp_path / "morphs" / "job", alone, CHECKPOINT_EVERY)
     assert verdict.passed, verdict.text
     rounds = [
         line for line in read_lines(tmp_path / "morphs" / "job" / "events.jsonl") if line["event"] == "round"
     ]
-    assert [line["workers"] for line in rounds] == [4, 2, 4, 3, 1, 1], played.output
+    assert [line["workers"] for line in rounds] == [4, 2, 4, 3, 1, 1], job.output
     until(lambda: not left_of(tmp_path))

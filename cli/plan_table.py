@@ -7,10 +7,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from harness.base.child_process import ask
 from harness.base.console import counted, print_table
+from harness.base.json_object import JsonObject
 from harness.core import method
 from harness.core.job import MEMORIES, STATE_KINDS, Job, Room, gib
 from harness.devices import machine
@@ -19,7 +19,7 @@ from harness.plan.fit import most_layers, resolve
 from harness.plan.resources import least_seconds
 from papers import laws as published_laws
 
-SIZES = {
+SIZE_HEADINGS = {
     "model_name": "model",
     "num_layers": "layers",
     "hidden_size": "hidden",
@@ -28,11 +28,11 @@ SIZES = {
 }
 
 
-def plan_row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> dict[str, Any]:
+def plan_row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool = False) -> JsonObject:
     """Return the row of a job. If the job has no plan, the row has an `error`, and no numbers. `page_locks`: True: plan
     as on a machine with a GPU, even if this machine has none."""
     workload = job.workload
-    row: dict[str, Any] = {"method": job.method, **{name: getattr(workload, name) for name in SIZES}}
+    row: JsonObject = {"method": job.method, **{name: getattr(workload, name) for name in SIZE_HEADINGS}}
     try:
         row["num_params"] = workload.num_params
         # A plan for a machine with a GPU (page_locks) leaves dropout out: on a GPU, attention with dropout has a kernel
@@ -53,11 +53,11 @@ def plan_row(job: Job, folders: tuple[Path, ...], exact: bool, page_locks: bool 
     row |= {"least_step_seconds": least_seconds(device_workload, plan, room.rates), "time_binds": plan.binds}
     row |= {"caution": "" if job.budget.rates else machine.caution(job.device, workload)}
     row |= {"fits": shortfall is None, "shortfall": shortfall}
-    row |= {"largest_layers": depth, "binding": _binding(trained, job, room, depth)}
-    return {**row, "exact": _exact(resolved, folders)} if exact else row
+    row |= {"largest_layers": depth, "binding": _binding_memory(trained, job, room, depth)}
+    return {**row, "exact": _rehearsed_memory(resolved, folders)} if exact else row
 
 
-def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | None:
+def _binding_memory(trained: method.Method, job: Job, room: Room, depth: int) -> str | None:
     """Return the memory that a model with one layer more than `depth` would exceed. None if that model exceeds no
     memory, or has no plan."""
     try:
@@ -66,7 +66,7 @@ def _binding(trained: method.Method, job: Job, room: Room, depth: int) -> str | 
         return None
 
 
-def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
+def _rehearsed_memory(job: Job, folders: tuple[Path, ...]) -> JsonObject:
     """Return the result of a memory rehearsal, which is exact: its peaks as {device_bytes, host_bytes, seconds}, or
     {unavailable: reason}."""
     try:
@@ -77,7 +77,7 @@ def _exact(job: Job, folders: tuple[Path, ...]) -> dict[str, Any]:
         return {"unavailable": f"{job.method}: {error}"}
 
 
-def published_rows(room: Room) -> list[dict[str, Any]]:
+def published_limit_rows(room: Room) -> list[JsonObject]:
     """Return a row for each published method: the largest numbers of layers that its law allows in this room, and the
     largest number that was published. The list is empty if the room has no limit of device or host memory."""
     if not room.device_bytes or not room.host_bytes:
@@ -86,7 +86,7 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
     for law in published_laws.LAWS:
         limits = law.limits(room.device_bytes, room.host_bytes - published_laws.HOST_TAKEN_BYTES)
         deepest = published_laws.PUBLISHED.at_depth(law.published_layers)
-        seconds = room.rates and published_laws.step_seconds(law.method, deepest, room.rates)
+        seconds = room.rates and published_laws.published_step_seconds(law.method, deepest, room.rates)
         rows.append(
             {
                 "method": law.method,
@@ -103,25 +103,25 @@ def published_rows(room: Room) -> list[dict[str, Any]]:
     return rows
 
 
-def show_plans(rows: list[dict[str, Any]], exact: bool) -> None:
+def print_plans(rows: list[JsonObject], exact: bool) -> None:
     """Print the bytes that each method needs in each memory, whether it fits, its largest depth, and a line for each
     row that does not fit or has no plan."""
-    planned = [row for row in rows if "error" not in row]
-    sizes = [name for name in SIZES if len({row[name] for row in planned}) > 1]
-    numbers = [*(SIZES[name] for name in sizes), *STATE_KINDS, "in all"] + ["exact"] * exact
-    needs = [line for row in planned for line in _needs(row, ["method", *sizes], exact)]
+    planned_rows = [row for row in rows if "error" not in row]
+    sizes = [name for name in SIZE_HEADINGS if len({row[name] for row in planned_rows}) > 1]
+    numbers = [*(SIZE_HEADINGS[name] for name in sizes), *STATE_KINDS, "in all"] + ["exact"] * exact
+    needs = [line for row in planned_rows for line in _needs_lines(row, ["method", *sizes], exact)]
     shown_sizes = list(dict.fromkeys(["num_layers", *sizes]))
-    outcomes = [SIZES[name] for name in shown_sizes]
+    outcomes = [SIZE_HEADINGS[name] for name in shown_sizes]
     outcomes += ["fits", "binds", "largest", "moved a step", "seconds, at least"]
     columns = ["method", *numbers[: len(sizes)], "memory", *numbers[len(sizes) :]]
     print_table(columns, needs, "What training needs, by arithmetic", numbers=numbers)
-    ends = [_end(row, shown_sizes) for row in planned]
+    ends = [_outcome_cells(row, shown_sizes) for row in planned_rows]
     print_table(["method", *outcomes], ends, "What comes of it", numbers=outcomes)
-    _show_options(planned, sizes)
-    _show_notes(planned)
+    _print_options(planned_rows, sizes)
+    _print_notes(planned_rows)
     for row in rows:
         if "error" in row:
-            print(f"left out: {_title(row, sizes)}: {row['error']}")
+            print(f"left out: {_row_title(row, sizes)}: {row['error']}")
         elif row["shortfall"]:
             print(f"does not fit: {row['shortfall']}")
     for text in dict.fromkeys(row["exact"].get("unavailable") for row in rows if "exact" in row):
@@ -129,22 +129,22 @@ def show_plans(rows: list[dict[str, Any]], exact: bool) -> None:
             print(text)
 
 
-def _show_options(planned: list[dict[str, Any]], sizes: list[str]) -> None:
+def _print_options(planned_rows: list[JsonObject], sizes: list[str]) -> None:
     """Print the options that each plan chose, and the bytes of its pipeline stages. `sizes`: the sizes that differ."""
-    for row in planned:
-        chosen = [f"{name}={value}" for name, value in row["options"].items() if value not in (None, False)]
-        text = ", ".join(chosen)
+    for row in planned_rows:
+        options = row["options"].items()
+        text = ", ".join(f"{name}={value}" for name, value in options if value not in (None, False))
         if row["time_binds"]:
             text += f"; {row['least_step_seconds']:.3g} s a step, bound by {row['time_binds']}"
         if text:
-            print(f"{_title(row, sizes)}: {text}")
+            print(f"{_row_title(row, sizes)}: {text}")
         for name, size in row["stages"].items():
-            print(f"{_title(row, sizes)}, {name}: {gib(size)}")
+            print(f"{_row_title(row, sizes)}, {name}: {gib(size)}")
 
 
-def _show_notes(planned: list[dict[str, Any]]) -> None:
+def _print_notes(planned_rows: list[JsonObject]) -> None:
     """Print what the columns mean, and cautions about the rates."""
-    if any(row["options"].get("world_size", 1) > 1 for row in planned):
+    if any(row["options"].get("world_size", 1) > 1 for row in planned_rows):
         print(
             "world_size: bytes are one rank's, which has a device of its own and its part of the host's budget."
         )
@@ -152,21 +152,21 @@ def _show_notes(planned: list[dict[str, Any]]) -> None:
     print(
         "seconds, at least: a bound by the machine's rates (machines.yaml, or doctor --calibrate), if all overlaps."
     )
-    if foretold := dict.fromkeys(row["method"] for row in planned if row["time_binds"]):
+    if foretold := dict.fromkeys(row["method"] for row in planned_rows if row["time_binds"]):
         print(
             f"seconds of {' and '.join(foretold)}: no bound, but foretold by the order of passes that the plan has."
         )
-    for caution in dict.fromkeys(row["caution"] for row in planned if row["caution"]):
+    for caution in dict.fromkeys(row["caution"] for row in planned_rows if row["caution"]):
         print(caution)
 
 
-def _title(row: dict[str, Any], sizes: list[str]) -> str:
+def _row_title(row: JsonObject, sizes: list[str]) -> str:
     """Return a row's title: its method, its number of layers, and its other sizes named in the list `sizes`."""
-    others = [f"{SIZES[name]} {row[name]}" for name in sizes if name != "num_layers"]
+    others = [f"{SIZE_HEADINGS[name]} {row[name]}" for name in sizes if name != "num_layers"]
     return ", ".join([row["method"], counted(row["num_layers"], "layer"), *others])
 
 
-def _needs(row: dict[str, Any], title: list[str], exact: bool) -> Iterator[list[str]]:
+def _needs_lines(row: JsonObject, title: list[str], exact: bool) -> Iterator[list[str]]:
     cells = [str(row[name]) for name in title]
     for memory in MEMORIES:
         if memory == "device" or row[f"{memory}_bytes"]:
@@ -176,7 +176,7 @@ def _needs(row: dict[str, Any], title: list[str], exact: bool) -> Iterator[list[
             cells = [""] * len(title)
 
 
-def _end(row: dict[str, Any], sizes: list[str]) -> list[str]:
+def _outcome_cells(row: JsonObject, sizes: list[str]) -> list[str]:
     seconds = row["least_step_seconds"]
     return [
         row["method"],
@@ -189,7 +189,7 @@ def _end(row: dict[str, Any], sizes: list[str]) -> list[str]:
     ]
 
 
-def show_published(laws: list[dict[str, Any]]) -> None:
+def print_published_limits(laws: list[JsonObject]) -> None:
     numbers = ("published", "its seconds a step", "device", "device, as reserved", "host")
     rows = []
     for row in laws:
