@@ -48,7 +48,7 @@ def _script_settings(name: str) -> dict[str, Any]:
     row, load = ROWS[name], workload_of(name)
     trained = method.create(row.method, dict(row.options))
     assert isinstance(trained, DeepSpeedMethod)
-    config = engine_config(load, trained.settings(load, on_gpu=False))
+    config = engine_config(load, trained.settings(load, is_on_gpu=False))
     ranks = trained.world_size
     return {
         "config": textwrap.fill(repr(config), 108, subsequent_indent=" " * 10, break_on_hyphens=False),

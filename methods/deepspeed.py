@@ -101,14 +101,14 @@ class DeepSpeed(DeepSpeedMethod):
             configured_options["accumulation"] = file.accumulation
         return replace(self, **settled_options(self, DEFAULTS, configured_options), config=file.text)
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
+    def zero(self, workload: Workload, *, is_on_gpu: bool) -> JsonObject:
         if (file := self.file(workload)) is not None:
             return file.zero(workload)
-        zero = stage_config(workload, self.stage, self.offload, on_gpu=on_gpu)
+        zero = stage_config(workload, self.stage, self.offload, is_on_gpu=is_on_gpu)
         return {**zero, "overlap_comm": self.overlap_comm} if self.stage else zero
 
-    def settings(self, workload: Workload, *, on_gpu: bool) -> EngineSettings:
-        settings, file = super().settings(workload, on_gpu=on_gpu), self.file(workload)
+    def settings(self, workload: Workload, *, is_on_gpu: bool) -> EngineSettings:
+        settings, file = super().settings(workload, is_on_gpu=is_on_gpu), self.file(workload)
         return settings if file is None else replace(settings, extra_entries=file.other_entries(workload))
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:

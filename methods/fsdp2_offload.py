@@ -133,8 +133,8 @@ class Fsdp2Offload(Method):
         from methods.shared.loss_scale import LossScale
 
         require_device(device, "FSDP2")
-        on_gpu = device == "cuda"
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        is_on_gpu = device == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if is_on_gpu else "gloo"
         num_ranks, num_parts = self.world_size, workload.micro_batches
         single_rank: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         # else torchrun's variables name ranks
@@ -158,7 +158,7 @@ class Fsdp2Offload(Method):
                     torch._foreach_div_(grads, scale.value)
                 # The reference's GPU sums a norm in a tree: one long sum on the host would differ from the tree's by
                 # more than the gate allows.
-                norm = global_norm(norms_of(grads, in_blocks=on_gpu or num_parts > 1))
+                norm = global_norm(norms_of(grads, in_blocks=is_on_gpu or num_parts > 1))
                 if num_ranks > 1:
                     norm = norm_over_ranks(norm)
                 if workload.clip_norm:

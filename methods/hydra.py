@@ -273,45 +273,46 @@ class Hydra(Method):
         return tasks
 
     def _plan(self, workload: Workload, room: Room, num_layers: int) -> Plan:
-        size, whole, anatomy = workload.weight_bytes, workload.num_params, workload.anatomy
-        states = OPTIMIZER_BYTES[workload.dtype]
+        weight_bytes, num_params, anatomy = workload.weight_bytes, workload.num_params, workload.anatomy
+        state_bytes_per_param = OPTIMIZER_BYTES[workload.dtype]
         shards = model_shards(workload, num_layers)
         num_shards = sum(count for count, _ in shards)
-        largest = max(shard.num_bytes(workload) for _, shard in shards)
-        part = micro_batch_workload(workload)
-        boundary = part.boundary_bytes
+        largest_bytes = max(shard.num_bytes(workload) for _, shard in shards)
+        micro_batch = micro_batch_workload(workload)
+        boundary_bytes = micro_batch.boundary_bytes
         # torch page-locks the host memory of each non-blocking copy
-        at_home = workload.micro_batches * page_locked_bytes(boundary, room)
-        device = {"buffers": min(1 + self.double_buffer, num_shards) * largest}
+        host_boundary_bytes = workload.micro_batches * page_locked_bytes(boundary_bytes, room)
+        device_bytes = {"buffers": min(1 + self.double_buffer, num_shards) * largest_bytes}
         if self.num_devices > 1 and room.page_locks:
             # each GPU's process has a context, and so has the leading process
-            device["buffers"] += cuda_budget.LEADING_BYTES
+            device_bytes["buffers"] += cuda_budget.LEADING_BYTES
+        num_boundaries: float = workload.num_layers + 3  # on the host
         if self.intermediates == "saved":
-            device["activations"] = max(part.head_bytes, part.layer_bytes - 9 * boundary)
-            activations = (saved_boundary_ratio(workload) * workload.num_layers + 3) * at_home
+            activation_bytes = max(micro_batch.head_bytes, micro_batch.layer_bytes - 9 * boundary_bytes)
+            num_boundaries = saved_boundary_ratio(workload) * workload.num_layers + 3
         else:
-            device["activations"] = part.working_bytes + (shards[-1][1].num_layers + 1) * boundary
-            activations = (workload.num_layers + 3) * at_home
+            activation_bytes = micro_batch.working_bytes + (shards[-1][1].num_layers + 1) * boundary_bytes
         # Activations are freed before an update begins. A parameter's first update allocates its moments; in mixed
         # precision every update allocates its shard's gradients in fp32.
-        updated = 8 * anatomy.largest_numel
-        if size < 4:
-            updated += max(shard.num_bytes(workload, lambda numel, _: 4 * numel) for _, shard in shards)
+        update_bytes = 8 * anatomy.largest_numel
+        if weight_bytes < 4:
+            update_bytes += max(shard.num_bytes(workload, lambda numel, _: 4 * numel) for _, shard in shards)
         num_scalars = self.num_models * anatomy.total(workload.num_layers, lambda shape: 1) + NUM_SCALARS
-        device["activations"] = (
-            max(device["activations"], updated + 2 * boundary) + SCALAR_BYTES * num_scalars
-        )
-        # a rehearsal's tokens, 8 bytes each
-        device["activations"] += 8 * workload.batch_size * workload.seq_len
-        host = {"weights": size * whole, "gradients": size * whole, "optimizer": states * whole}
-        host = {
-            kind: self.num_models * int(number)
-            for kind, number in {**host, "activations": activations}.items()
+        activation_bytes = max(activation_bytes, update_bytes + 2 * boundary_bytes)
+        token_bytes = 8 * workload.batch_size * workload.seq_len  # of a rehearsal
+        device_bytes["activations"] = activation_bytes + SCALAR_BYTES * num_scalars + token_bytes
+        model_bytes = {
+            "weights": weight_bytes * num_params,
+            "gradients": weight_bytes * num_params,
+            "optimizer": state_bytes_per_param * num_params,
+            "activations": num_boundaries * host_boundary_bytes,
         }
-        host["gradients"] += size * whole if self._halves(workload.dropout) else 0
-        moved = self.num_models * self._moved_bytes(workload, whole, num_shards)
+        host_bytes = {kind: self.num_models * int(num_bytes) for kind, num_bytes in model_bytes.items()}
+        if self._halves(workload.dropout):
+            host_bytes["gradients"] += weight_bytes * num_params
+        moved_bytes = self.num_models * self._moved_bytes(workload, num_params, num_shards)
         options = {**dataclasses.asdict(self), "shard_layers": num_layers}
-        return Plan(device, host, moved_bytes=moved, options=options, updates_on_host=False)
+        return Plan(device_bytes, host_bytes, moved_bytes=moved_bytes, options=options, updates_on_host=False)
 
     def _moved_bytes(self, workload: Workload, num_params: int, num_shards: int) -> int:
         """Return the bytes moved in a step, for shards of equal size. Forward and backward pass fetch all weights. With

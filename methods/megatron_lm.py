@@ -335,7 +335,7 @@ def _transformer_config(method: MegatronLM, workload: Workload, device: str):
 
     precision = _precision(workload)
     sizes = megatron_names.gpt_model_sizes(workload)
-    is_gpt, on_gpu = workload.config is None, device == "cuda"
+    is_gpt, is_on_gpu = workload.config is None, device == "cuda"
     return TransformerConfig(
         num_layers=workload.num_layers,
         hidden_size=workload.hidden_size,
@@ -360,9 +360,9 @@ def _transformer_config(method: MegatronLM, workload: Workload, device: str):
         sequence_parallel=method.sequence_parallel,
         pipeline_model_parallel_size=method.pipeline_parallel,
         pipeline_dtype=precision["params_dtype"],
-        batch_p2p_comm=on_gpu,
+        batch_p2p_comm=is_on_gpu,
         deallocate_pipeline_outputs=method.pipeline_parallel > 1,
-        **(RECOMPUTE_OPTIONS if on_gpu else {}),
+        **(RECOMPUTE_OPTIONS if is_on_gpu else {}),
     )
 
 

@@ -47,8 +47,8 @@ class SuperOffload(DeepSpeedMethod):
     def to_build(self) -> str | None:
         return super().to_build() if machine.gpu() else None
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
-        zero = stage_3_config(workload, on_gpu)
+    def zero(self, workload: Workload, *, is_on_gpu: bool) -> JsonObject:
+        zero = stage_3_config(workload, is_on_gpu)
         zero["offload_optimizer"] |= {"super_offload": True, "ratio": HOST_SHARE, "cpuadam_cores_perc": 0.5}
         return zero
 

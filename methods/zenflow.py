@@ -45,7 +45,7 @@ class ZenFlow(DeepSpeedMethod):
         optimizer = "ZenFlowCPUAdam, stale by up to update_interval steps"
         return {**super().describe(workload, device), "optimizer": optimizer}
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
+    def zero(self, workload: Workload, *, is_on_gpu: bool) -> JsonObject:
         zenflow = {
             "topk_ratio": self.topk_ratio,
             "update_interval": self.update_interval,
@@ -55,4 +55,4 @@ class ZenFlow(DeepSpeedMethod):
             "overlap_step": False,
             "full_warm_up_rounds": 0,
         }
-        return {**stage_2_config(workload, on_gpu), "zenflow": zenflow}
+        return {**stage_2_config(workload, is_on_gpu), "zenflow": zenflow}

@@ -88,7 +88,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
                 raise Unavailable(lacking or "DeepSpeed's async_io is not compiled: ./run.sh setup")
             nvme = {"device": "nvme", "nvme_path": str(folder)}
             zero = {
-                **stage_3_config(workload, on_gpu=device == "cuda"),
+                **stage_3_config(workload, is_on_gpu=device == "cuda"),
                 # No prefetch: it would fetch the tied embedding, which is used twice, into two buffers, and fail.
                 "stage3_prefetch_bucket_size": 0,
                 "sub_group_size": sub_group_params(workload),

@@ -29,5 +29,5 @@ class ZeroOffload(DeepSpeedMethod):
     def plan(self, workload: Workload, room: Room) -> Plan:
         return stage_2_plan(rank_part(workload, self.world_size), room, self.world_size)
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
-        return stage_2_config(workload, on_gpu)
+    def zero(self, workload: Workload, *, is_on_gpu: bool) -> JsonObject:
+        return stage_2_config(workload, is_on_gpu)

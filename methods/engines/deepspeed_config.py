@@ -106,26 +106,26 @@ def kernel_versions(release: Release | None = None) -> str:
         return f"no {error.name}"
 
 
-def stage_2_config(workload: Workload, on_gpu: bool) -> JsonObject:
+def stage_2_config(workload: Workload, is_on_gpu: bool) -> JsonObject:
     """Return the configuration of ZeRO stage 2: weights on the device, gradients and optimizer on the host."""
     bucket = min(BUCKET_PARAMS, workload.num_params)
     return {
         "stage": 2,
         "contiguous_gradients": True,
-        "overlap_comm": on_gpu,  # True: communicate on a separate stream; a CPU has no streams
+        "overlap_comm": is_on_gpu,  # True: communicate on a separate stream; a CPU has no streams
         "reduce_bucket_size": bucket,  # elements; the default, 5e8, would take much device memory
         "allgather_bucket_size": bucket,
-        "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
+        "offload_optimizer": {"device": "cpu", "pin_memory": is_on_gpu},
     }
 
 
-def stage_3_config(workload: Workload, on_gpu: bool) -> JsonObject:
+def stage_3_config(workload: Workload, is_on_gpu: bool) -> JsonObject:
     """Return the configuration of ZeRO stage 3: weights, gradients and optimizer on the host. The thresholds depend on
     the model's size, so that layers leave the device after use."""
     return {
         "stage": 3,
         "contiguous_gradients": True,
-        "overlap_comm": on_gpu,
+        "overlap_comm": is_on_gpu,
         "reduce_bucket_size": workload.anatomy.largest_numel,
         "stage3_prefetch_bucket_size": workload.layer_params,
         "stage3_param_persistence_threshold": 0,
@@ -133,18 +133,18 @@ def stage_3_config(workload: Workload, on_gpu: bool) -> JsonObject:
         # elements; the default, 1e9, would keep most of the model on the device
         "stage3_max_reuse_distance": 0,
         "sub_group_size": SUB_GROUP_PARAMS,
-        "offload_optimizer": {"device": "cpu", "pin_memory": on_gpu},
-        "offload_param": {"device": "cpu", "pin_memory": on_gpu},
+        "offload_optimizer": {"device": "cpu", "pin_memory": is_on_gpu},
+        "offload_param": {"device": "cpu", "pin_memory": is_on_gpu},
     }
 
 
-def stage_config(workload: Workload, stage: int, offload: str | None, *, on_gpu: bool) -> JsonObject:
+def stage_config(workload: Workload, stage: int, offload: str | None, *, is_on_gpu: bool) -> JsonObject:
     """Return the configuration of a stage of ZeRO. `offload`: a key of OFFLOADS; None: nothing lives on the host."""
     if stage == 0:
         return {"stage": 0}
-    zero = stage_3_config(workload, on_gpu)
+    zero = stage_3_config(workload, is_on_gpu)
     if stage != 3:
-        zero = {**stage_2_config(workload, on_gpu), "stage": stage}
+        zero = {**stage_2_config(workload, is_on_gpu), "stage": stage}
     sections = {None: (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
     kept = sections[offload]
     return {name: value for name, value in zero.items() if not name.startswith("offload_") or name in kept}
@@ -159,8 +159,8 @@ def stage_3_device(workload: Workload) -> dict[str, int]:
 
 def activation_bytes(workload: Workload) -> int:
     """Return the bytes of activations: of one micro-batch, because an engine trains one after the other."""
-    part = micro_batch_workload(workload)
-    return part.num_layers * part.boundary_bytes + part.working_bytes
+    micro_batch = micro_batch_workload(workload)
+    return micro_batch.num_layers * micro_batch.boundary_bytes + micro_batch.working_bytes
 
 
 def stage_2_device(workload: Workload) -> dict[str, int]:
@@ -268,9 +268,9 @@ def stage_2_host(workload: Workload, room: Room, num_ranks: int = 1) -> dict[str
     """Return the bytes that a rank takes on the host with stage 2: the rank's part of masters, gradients and moments,
     and a flat copy of all weights; with micro-batches also the rank's part of their sum, in the weights' dtype. On sim
     the sum of the first four is 20 (fp32) or 18 (bf16) bytes per parameter."""
-    part, params = flat_group_bytes(4, workload, room, num_ranks), -(-workload.num_params // num_ranks)
-    summed = workload.weight_bytes * params if workload.micro_batches > 1 else 0
-    states = {"weights": part, "gradients": part + summed, "optimizer": 8 * params}
+    rank_bytes, params = flat_group_bytes(4, workload, room, num_ranks), -(-workload.num_params // num_ranks)
+    sum_bytes = workload.weight_bytes * params if workload.micro_batches > 1 else 0
+    states = {"weights": rank_bytes, "gradients": rank_bytes + sum_bytes, "optimizer": 8 * params}
     return {**states, "buffers": flat_group_bytes(workload.weight_bytes, workload, room)}
 
 
@@ -338,12 +338,12 @@ class DeepSpeedMethod(ReleasedMethod):
         """Return the name of the DeepSpeed kernel that must be compiled before a run; None if no kernel is needed."""
         return "cpu_adam" if self.adam == "deepspeed" else None
 
-    def zero(self, workload: Workload, *, on_gpu: bool) -> JsonObject:
+    def zero(self, workload: Workload, *, is_on_gpu: bool) -> JsonObject:
         """Return the entry zero_optimization of DeepSpeed's configuration. Each subclass defines this method."""
         raise NotImplementedError
 
-    def settings(self, workload: Workload, *, on_gpu: bool) -> EngineSettings:
-        zero = self.zero(workload, on_gpu=on_gpu)
+    def settings(self, workload: Workload, *, is_on_gpu: bool) -> EngineSettings:
+        zero = self.zero(workload, is_on_gpu=is_on_gpu)
         return EngineSettings(
             zero, self.adam, self.reentrant, self.world_size, self.other_release, self.accumulation
         )
@@ -379,5 +379,5 @@ class DeepSpeedMethod(ReleasedMethod):
         from methods.engines import deepspeed
 
         with ExitStack() as open_context:
-            settings = self.settings(workload, on_gpu=device == "cuda")
+            settings = self.settings(workload, is_on_gpu=device == "cuda")
             return (yield from deepspeed.train(workload, batches, device, settings, open_context))

@@ -239,8 +239,9 @@ def config_of_file(file: DeepSpeedFile, workload: Workload) -> JsonObject:
 
 
 def _model_for_deepspeed(workload: Workload, device: str, config: JsonObject) -> Any:
-    """Return the model without values, as from_pretrained() of transformers returns it: in stage 3 partitioned over the
-    ranks, in other stages whole on the host, or on sim for sim. The configuration gives the dtype."""
+    """Return the model without values, placed as from_pretrained() of transformers places a model. Stage 3 partitions
+    the model over the ranks. In other stages the whole model is on the host, or on sim if the device is sim. The
+    configuration gives the dtype."""
     if config["zero_optimization"]["stage"] < 3:
         # Make the model on sim itself, because a move to sim would make other parameters.
         return empty_model(workload, "sim" if device == "sim" else "cpu")

@@ -1,4 +1,4 @@
-"""A unit: the forward pass, the backward pass or the update of one shard.
+"""Defines a unit: the forward pass, the backward pass or the update of one shard.
 
 A unit reads its arguments and the shard's slabs on the host. A unit writes to the host only at its end, so a failed
 unit can be repeated on any device. With intermediates `checkpointed` the host keeps each layer's input and the random

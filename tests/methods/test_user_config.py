@@ -298,7 +298,7 @@ def configured(config: dict[str, Any], asked: Workload, trained: Workload) -> di
     """What DeepSpeed gets by a configuration for a workload, settled for another."""
     made = create("deepspeed", planned(json.dumps(config), asked))
     assert isinstance(made, DeepSpeedMethod)
-    return engine_config(trained, made.settings(trained, on_gpu=False))
+    return engine_config(trained, made.settings(trained, is_on_gpu=False))
 
 
 def test_sizes_of_auto_are_those_of_accelerate() -> None:

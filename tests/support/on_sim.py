@@ -228,14 +228,14 @@ def hydra_peaks(budgets: list[int]) -> list[int]:
     is foretold once, whichever memory asks for it."""
     from methods.hydra import ModelOrchestrator
 
-    foretell, known = ModelOrchestrator._foretold, {}
+    foretell, known = ModelOrchestrator._foretold_bytes, {}
 
     def remembered(orchestrator: Any, lengths: list[list[int]]) -> int | None:
         if str(lengths) not in known:
             known[str(lengths)] = foretell(orchestrator, lengths)
         return known[str(lengths)]
 
-    ModelOrchestrator._foretold = remembered
+    ModelOrchestrator._foretold_bytes = remembered
     found = []
     for budget in budgets:
         sim.started.reset_peaks()

@@ -518,8 +518,8 @@ if __name__ == "__main__":
     torch.cuda.device_count = lambda: 1
     on_gpu, on_cpu = (ModelOrchestrator(tasks(["single"]), [name], device_memory=2**30) for name in ("cuda:0", "cpu"))
     lengths = [[1] * len(on_gpu.tasks[0].layers)]
-    found = on_gpu._foretold(lengths)
-    print(torch._C._get_privateuse1_backend_name(), found == on_cpu._foretold(lengths) > 0)
+    found = on_gpu._foretold_bytes(lengths)
+    print(torch._C._get_privateuse1_backend_name(), found == on_cpu._foretold_bytes(lengths) > 0)
 """
 
 
@@ -541,5 +541,5 @@ def test_a_model_whose_class_no_other_process_finds_has_no_foretold_peak(
     model, data = nn.Sequential(Own(4, 4), Own(4, 4)), [(torch.ones(2, 4), torch.ones(2, 4))]
     task = ModelTask("own", model, nn.MSELoss(), data, 0.05)
     orchestrator = ModelOrchestrator([task], ["cuda:0"], device_memory=2 * GIB)
-    assert orchestrator._foretold([[1, 1]]) is None
+    assert orchestrator._foretold_bytes([[1, 1]]) is None
     assert orchestrator.generate()[0]["shards"] == [2]
