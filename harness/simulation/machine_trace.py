@@ -28,25 +28,25 @@ class MachineSpan(NamedTuple):
     samples_per_second: float  # counts only samples of steps that are not repeated later
 
 
-def draw_trace(hours: float, most: int, mean_hours: float, seed: int) -> list[MachineChange]:
-    """Draw a trace of `hours` in which each of `most` machines is present and absent in turns.
+def draw_trace(hours: float, num_machines: int, mean_hours: float, seed: int) -> list[MachineChange]:
+    """Draw a trace of `hours` in which each of `num_machines` machines is present and absent in turns.
 
     Each duration is drawn from an exponential distribution. Its mean is `mean_hours` while the machine is present, and
     a third of that while it is absent.
     """
     draw, moments = random.Random(seed), list[tuple[float, int]]()
-    for _ in range(most):
-        now, is_there = 0.0, True
+    for _ in range(num_machines):
+        now, is_present = 0.0, True
         while True:
-            now += draw.expovariate(1 / (mean_hours * HOUR * (1 if is_there else 1 / 3)))
+            now += draw.expovariate(1 / (mean_hours * HOUR * (1 if is_present else 1 / 3)))
             if now >= hours * HOUR:
                 break
-            is_there = not is_there
-            moments.append((now, 1 if is_there else -1))
-    trace, number = [MachineChange(0.0, most)], most
+            is_present = not is_present
+            moments.append((now, 1 if is_present else -1))
+    trace, num_present = [MachineChange(0.0, num_machines)], num_machines
     for seconds, change in sorted(moments):
-        number += change
-        trace.append(MachineChange(seconds, number))
+        num_present += change
+        trace.append(MachineChange(seconds, num_present))
     return trace
 
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 from torch.utils.flop_counter import flop_registry
 
+from harness.base.json_object import JsonObject
 from harness.core.data import token_batches
 from harness.core.job import Room, Workload
 from harness.core.method import Method
@@ -94,10 +95,10 @@ class VirtualRun:
         """Return the duration of the last step, which gains most from work that earlier steps did in advance."""
         return self.step_ends[-1] - self.step_ends[-2]
 
-    def timeline(self, about: dict[str, Any]) -> Timeline:
+    def timeline(self, about: JsonObject) -> Timeline:
         return Timeline(self.spans, steps([0.0, *self.step_ends], 1), {**about, "clock": "virtual"})
 
-    def write(self, about: dict[str, Any], path: Path) -> None:
+    def write(self, about: JsonObject, path: Path) -> None:
         """Write the timeline to a file, in the format in which the trace of a run is written."""
         write_timeline(self.timeline(about), path)
 
@@ -137,25 +138,26 @@ class VirtualTime:
             self.busy_seconds[agent.name] += seconds
 
     def _exchange_seconds(self, op: Op) -> float:
-        whole = max(access.num_bytes for access in op.accesses)
+        tensor_bytes = max(access.num_bytes for access in op.accesses)
         return (
-            SENT_BYTES_BY_COLLECTIVE[op.name](whole, self.num_ranks) / self.machine.exchange_bytes_per_second
+            SENT_BYTES_BY_COLLECTIVE[op.name](tensor_bytes, self.num_ranks)
+            / self.machine.exchange_bytes_per_second
         )
 
     def _seconds(self, op: Op) -> float:
         machine = self.machine
         if op.is_transfer:
-            sent = sum(access.num_bytes for access in op.accesses if access.is_write)
-            return machine.link_latency_seconds + sent / machine.link_bytes_per_second
-        touched = sum(access.num_bytes for access in op.accesses)
+            sent_bytes = sum(access.num_bytes for access in op.accesses if access.is_write)
+            return machine.link_latency_seconds + sent_bytes / machine.link_bytes_per_second
+        touched_bytes = sum(access.num_bytes for access in op.accesses)
         if op.is_host:
-            return (
-                touched / machine.host_bytes_per_second
-                + updated_params(op) / machine.host_update_params_per_second
-            )
+            update_seconds = updated_params(op) / machine.host_update_params_per_second
+            return touched_bytes / machine.host_bytes_per_second + update_seconds
         flops = flops_of(op)
         self.device_flops += flops
-        seconds = max(flops / machine.device_flops_per_second, touched / machine.device_bytes_per_second)
+        seconds = max(
+            flops / machine.device_flops_per_second, touched_bytes / machine.device_bytes_per_second
+        )
         return seconds + updated_params(op) / machine.device_update_params_per_second
 
 
@@ -165,16 +167,16 @@ class DeviceLink:
 
     def __init__(self) -> None:
         # pairs of start and end of the exchanges, in the order of time
-        self.busy: list[tuple[float, float]] = []
+        self.busy_spans: list[tuple[float, float]] = []
 
     def carry(self, ready: float, seconds: float) -> float:
         """Add an exchange that may begin at the time `ready` and takes `seconds`. Return the time at which it ends."""
         start = ready
-        for begun, ended in self.busy:
-            if start + seconds <= begun:
+        for busy_start, busy_end in self.busy_spans:
+            if start + seconds <= busy_start:
                 break
-            start = max(start, ended)
-        bisect.insort(self.busy, (start, start + seconds))
+            start = max(start, busy_end)
+        bisect.insort(self.busy_spans, (start, start + seconds))
         return start + seconds
 
 
@@ -246,9 +248,8 @@ class VirtualWorkers(Pool):
 
     def update(self, deadline: int, landed: Any, num_chunks: int, work: Callable[[int, int], None]) -> Any:
         streams, busy = self.streams, self.clock.busy_seconds
-        work_spans = AgentSpans(
-            self.streams
-        )  # apart from self.spans, because the work has its time only in work_until()
+        # apart from self.spans, because the work has its time only in work_until()
+        work_spans = AgentSpans(self.streams)
         thread, before = HostThread("workers", streams.thread.now, streams.compute), busy["workers"]
         with mock.patch.multiple(streams, thread=thread, span=work_spans.span):
             work(0, num_chunks)
@@ -260,12 +261,12 @@ class VirtualWorkers(Pool):
 
     def work_until(self, wanted: DueUpdate) -> None:
         while wanted in self.waiting:
-            landed = [due for due in self.waiting if due.released <= self.now]
-            if not landed:
-                self.now = min(due.released for due in self.waiting)
+            ready_updates = [update for update in self.waiting if update.released <= self.now]
+            if not ready_updates:
+                self.now = min(update.released for update in self.waiting)
                 continue
-            most_urgent = min(landed, key=lambda due: due.deadline)
-            waits = [due.released - self.now for due in self.waiting if due.released > self.now]
+            most_urgent = min(ready_updates, key=lambda update: update.deadline)
+            waits = [update.released - self.now for update in self.waiting if update.released > self.now]
             seconds = min(most_urgent.seconds_left, *waits) if waits else most_urgent.seconds_left
             for label in most_urgent.labels:
                 self.spans.add(label._replace(start=self.now, end=self.now + seconds))

@@ -168,6 +168,6 @@ def _arguments_of(func: Any) -> tuple[list[str], set[str]]:
     schema = func._schema.arguments
     written = {argument.name for argument in schema if argument.alias_info and argument.alias_info.is_write}
     name = func.overloadpacket.__name__
-    return [argument.name for argument in schema], written | (
-        {WRITTEN_ARGUMENTS[name]} if name in WRITTEN_ARGUMENTS else set()
-    )
+    if name in WRITTEN_ARGUMENTS:
+        written.add(WRITTEN_ARGUMENTS[name])
+    return [argument.name for argument in schema], written
