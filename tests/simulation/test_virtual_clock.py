@@ -282,15 +282,15 @@ def test_the_schedule_is_near_its_bound(
     machine_name: str, num_layers: int, clipping: str | None, least: float
 ) -> None:
     """The host's memory binds the first two, compute the last."""
-    step = virtual.point(machine_name, num_layers, clipping)
-    assert not isinstance(step, str) and least <= step.share <= 1.0
+    step = virtual.schedule_step(machine_name, num_layers, clipping)
+    assert not isinstance(step, str) and least <= step.bound_share <= 1.0
 
 
 @pytest.mark.heavy
 def test_fp16_waits_no_longer_where_it_updates_ahead_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(virtual.DTYPES, "h200", "fp16")
-    step = virtual.point("h200", 48, "speculate")
-    assert not isinstance(step, str) and step.share >= 0.95
+    step = virtual.schedule_step("h200", 48, "speculate")
+    assert not isinstance(step, str) and step.bound_share >= 0.95
 
 
 def test_the_update_that_is_needed_first_goes_first() -> None:
