@@ -31,7 +31,7 @@ def test_the_demo_leaves_out_what_compiles_for_long_and_says_how_to_add_it(
 ) -> None:
     monkeypatch.setattr(deepspeed_config, "is_kernel_built", lambda kernel, release=None: False)
     monkeypatch.setattr(native_build, "has_header", lambda name: True)
-    monkeypatch.setattr(native_build, "find", lambda: "g++")
+    monkeypatch.setattr(native_build, "find_compiler", lambda: "g++")
     reasons = demo.left_out(method.names(), "sim")
     assert set(reasons) == {"superoffload", "zenflow", "zero-infinity-nvme"}
     assert "./run.sh setup" in reasons["zenflow"] and "NVIDIA" in reasons["superoffload"]
@@ -42,7 +42,7 @@ def test_without_a_header_no_compiler_is_started_and_its_package_is_named(
 ) -> None:
     monkeypatch.setattr(deepspeed_config, "is_kernel_built", lambda kernel, release=None: False)
     monkeypatch.setattr(native_build, "has_header", lambda name: name != "libaio.h")
-    monkeypatch.setattr(native_build, "find", lambda: "g++")
+    monkeypatch.setattr(native_build, "find_compiler", lambda: "g++")
     trained = method.create("zero-infinity-nvme", {})
     assert trained.to_build() is None and "apt-get install libaio-dev" in (trained.missing("sim") or "")
     assert method.create("zenflow", {}).to_build()

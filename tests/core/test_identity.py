@@ -29,7 +29,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(identity, "ROOT", copy)
         patch.setattr(
-            identity, "SHARED", tuple(copy / path.relative_to(ROOT) for path in identity.SHARED_FILES)
+            identity, "SHARED_FILES", tuple(copy / path.relative_to(ROOT) for path in identity.SHARED_FILES)
         )
         yield copy
 
@@ -368,5 +368,7 @@ def test_an_installed_package_counts_by_its_version(tmp_path: Path, monkeypatch:
     (tmp_path / "mine.py").write_text("import yaml\n")
     before = identity.source_hash(tmp_path / "mine.py")
     version = identity._distribution_version
-    monkeypatch.setattr(identity, "_version", lambda name: "0.0.1" if name == "yaml" else version(name))
+    monkeypatch.setattr(
+        identity, "_distribution_version", lambda name: "0.0.1" if name == "yaml" else version(name)
+    )
     assert identity.source_hash(tmp_path / "mine.py") != before

@@ -145,10 +145,10 @@ def test_a_release_is_not_said_to_compile_a_kernel_that_needs_a_compiler_which_i
     """Even if the kernel of the installed release has been compiled."""
     monkeypatch.setattr(deepspeed_config, "is_kernel_built", lambda kernel, release=None: release is None)
     trained = create("zero-offload", {"adam": "deepspeed", "release": FAULTY})
-    monkeypatch.setattr(native_build, "find", lambda: "c++")
+    monkeypatch.setattr(native_build, "find_compiler", lambda: "c++")
     monkeypatch.setattr(native_build, "has_header", lambda name: True)
     assert "cpu_adam" in str(trained.to_build())
-    monkeypatch.setattr(native_build, "find", lambda: None)
+    monkeypatch.setattr(native_build, "find_compiler", lambda: None)
     assert "cpu_adam" not in str(trained.to_build())
 
 

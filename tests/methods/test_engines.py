@@ -395,7 +395,7 @@ def test_a_missing_engine_is_unavailable_with_the_line_that_installs_it(
 
 
 def test_without_a_compiler_a_method_that_needs_one_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_build, "find", lambda: None)
+    monkeypatch.setattr(native_build, "find_compiler", lambda: None)
     for module in (deepspeed_config, deepspeed):
         monkeypatch.setattr(module, "is_kernel_built", lambda kernel, release=None: False)
     assert create("zenflow", {}).to_build() is None
@@ -518,5 +518,5 @@ def test_superoffloads_kernel_is_compiled_before_a_run_where_it_can_run(
 ) -> None:
     monkeypatch.setattr(machine, "gpu", lambda: {"gpu": "Some GPU"} if has_gpu else {})
     monkeypatch.setattr(deepspeed_config, "is_kernel_built", lambda kernel, release=None: False)
-    monkeypatch.setattr(native_build, "find", lambda: "g++")
+    monkeypatch.setattr(native_build, "find_compiler", lambda: "g++")
     assert ("cpu_adam" in (create("superoffload", {}).to_build() or "")) is has_gpu

@@ -47,9 +47,9 @@ def sketched_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """Without a process and a file for each model."""
     monkeypatch.setattr(anatomy, "SKETCHES", tmp_path / "sketches")
     monkeypatch.setattr(anatomy, "ask", lambda module, config: json.loads(json.dumps(sketch.answer(config))))
-    anatomy._of_config.cache_clear()
+    anatomy._sketched_anatomy.cache_clear()
     yield
-    anatomy._of_config.cache_clear()
+    anatomy._sketched_anatomy.cache_clear()
 
 
 def reason(folder: Path, config: str | dict[str, Any], *arguments: str) -> str:

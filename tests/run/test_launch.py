@@ -31,7 +31,7 @@ from harness.base.child_process import ask
 from harness.base.executed_code import Executed
 from harness.core import method
 from harness.core.failures import End
-from harness.core.identity import Listed, code_facts
+from harness.core.identity import CodeIdentity, code_facts
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record, read_all
 from harness.jobs.sweep import Sweep
@@ -281,15 +281,15 @@ def test_source_that_is_another_after_the_run_is_on_record(
     file = tmp_path.resolve() / "own.py"
     file.write_text("A = 1")
     executed = [Executed(str(file), file.stat().st_mtime_ns)]
-    before = Listed.of(file)
+    before = CodeIdentity.of(file)
     file.write_text(text)
-    assert code_facts(before, executed, lambda: Listed.of(file)).get("changed") == changed
+    assert code_facts(before, executed, lambda: CodeIdentity.of(file)).get("changed") == changed
 
 
 def test_a_run_whose_notes_are_gone_executed_what_nobody_knows(tmp_path: Path) -> None:
     file = tmp_path.resolve() / "own.py"
     file.write_text("A = 1")
-    assert code_facts(Listed.of(file), [], lambda: Listed.of(file))["unlisted"] == [
+    assert code_facts(CodeIdentity.of(file), [], lambda: CodeIdentity.of(file))["unlisted"] == [
         "code that it did not note"
     ]
 

@@ -141,7 +141,7 @@ def test_a_model_that_is_not_known_is_left_out_and_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a sketch would make tensors as large as the sender chose
-    monkeypatch.setattr(child_process, "_run", pytest.fail)
+    monkeypatch.setattr(child_process, "_run_module", pytest.fail)
     foreign = configured(
         "mistral", config=json.dumps(config_of("mistral", num_key_value_heads=1)), learning_rate=1e-3
     )
