@@ -235,7 +235,7 @@ def test_a_forecast_counts_the_ends_copies_and_their_update_on_the_host() -> Non
         sum(compute_seconds(workload, rates)) + copied + max(host_update_seconds(embedding, workload, rates))
     )
     hosted = StepCosts(workload, rates, None, ends="host")
-    rows = {row.name: row for row in hosted.rows()}
+    rows = {row.resource: row for row in hosted.rows()}
     assert rows["the embedding's way home"].seconds == pytest.approx(expected)
     both = workload.end_params
     assert rows["link inbound"].seconds == pytest.approx(2 * both / rates.inbound_bytes_per_second)
