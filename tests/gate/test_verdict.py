@@ -34,8 +34,8 @@ MUTANTS = {
     ),
     "skips one layer's update": (
         "methods/streaming/update_rules.py",
-        "if isinstance(layer, self.timing.late):",
-        "if isinstance(layer, self.timing.late) and layer is not self.layers[0]:",
+        "if isinstance(layer, self.timing.late_kinds):",
+        "if isinstance(layer, self.timing.late_kinds) and layer is not self.layers[0]:",
         "unchanged",
     ),
     "clips by each layer's own norm": (
