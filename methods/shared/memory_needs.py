@@ -95,8 +95,13 @@ def state_bytes(workload: Workload) -> dict[str, int]:
     In mixed precision the optimizer's state includes an fp32 master. In bf16 the weights are one half of the master, so
     the optimizer's state holds only the other half. Temporary fp32 copies of an update are not counted.
     """
-    weight_bytes, optimizer_bytes = workload.weight_bytes, OPTIMIZER_BYTES[workload.dtype]
-    if workload.dtype == "bf16":
+    return state_bytes_in(workload.dtype)
+
+
+def state_bytes_in(dtype: str) -> dict[str, int]:
+    """Return state_bytes() of a training in this dtype."""
+    weight_bytes, optimizer_bytes = 4 if dtype == "fp32" else 2, OPTIMIZER_BYTES[dtype]
+    if dtype == "bf16":
         optimizer_bytes -= 2
     return {"weights": weight_bytes, "gradients": weight_bytes, "optimizer": optimizer_bytes}
 

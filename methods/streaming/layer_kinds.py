@@ -24,12 +24,12 @@ from harness.devices.streams import Device
 from harness.models.model import new_layer
 from methods.offload.adamw import AdamStep, Settings
 from methods.offload.clip import Clip
-from methods.offload.layout import layout_of
+from methods.offload.layout import frozen_parameters, layout_of
 from methods.shared.terms import Terms
 from methods.streaming.boundaries import boundaries_on_host
 from methods.streaming.disk import Shelf, shelves
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
-from methods.streaming.placement.placement import BY_HOST, num_gradient_rooms
+from methods.streaming.placement.placement import BY_HOST, num_gradient_rooms, with_frozen
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw_states
 
@@ -37,7 +37,7 @@ from methods.streaming.starting_values import draw_states
 class ResidentLayer:
     """A layer of kind R: the layer is wholly on the device, and the device updates it. If updates wait for the norm,
     the layer keeps its gradient until the norm is known. Otherwise its gradient is in one of `rooms`; the layer is
-    updated at once, and the next layer takes the room."""
+    updated at once, and the next layer takes the room. A frozen layer has no gradient and no update."""
 
     def __init__(self, state: LayerState, rooms: Iterator[GradientRoom]) -> None:
         self.state, self.rooms = state, rooms
@@ -52,7 +52,7 @@ class ResidentLayer:
         return self.state.forward(xs)
 
     def backward(self, dxs: list[Passed]) -> list[Passed]:
-        if not self.state.has_gradient:
+        if not self.state.has_gradient and not self.state.is_frozen:
             self.gradients = next(self.rooms)
             return self.gradients.backward(self.state, dxs)
         dxs = self.state.backward(dxs, self.state.grads)
@@ -60,7 +60,8 @@ class ResidentLayer:
         return dxs
 
     def update_now(self, settings: Settings, clip: Clip) -> None:
-        self.state.update(settings, clip.unclipped_factor, self.gradients.slab)
+        if not self.state.is_frozen:
+            self.state.update(settings, clip.unclipped_factor, self.gradients.slab)
 
     def update(self, settings: Settings, clip: Clip) -> None:
         self.state.update(settings, clip.factor)
@@ -68,7 +69,7 @@ class ResidentLayer:
 
 class Hosted:
     """A layer of kind P, W or D: its weights are fetched into a slot, and the host's threads update it. A layer of
-    kind D keeps its master weights and moments on the disk."""
+    kind D keeps its master weights and moments on the disk. Of a frozen layer nothing goes home."""
 
     slot: Slot
 
@@ -80,7 +81,9 @@ class Hosted:
 
     def fetch(self, slot: Slot) -> None:
         self.slot = slot
-        slot.prefetch(self.state)
+        # A frozen layer's weights stay as they are while they wait in the slot.
+        if not self.state.is_frozen or slot.held is not self.state:
+            slot.prefetch(self.state)
 
     def fetch_state(self) -> None: ...
 
@@ -213,16 +216,18 @@ def new_layers(
 ) -> list[Layer]:
     """Return the layers, bottom first, each of the kind that its letter in `kinds` names. `disk`: the folder for the
     states of layers of kind D; None: the system's temporary folder. `speculates`: True: make spare states for
-    speculative updates. Raises OSError if the disk has no room."""
+    speculative updates. Raises OSError if the disk has no room. kinds_of() has made `kinds`."""
     numels, waits = [layout_of(layer.module).numel for layer in source.layers], source.terms.waits_for_norm
     numels_on_disk = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
     new_shelves = shelves(
         device, len(numels_on_disk), disk, max(numels_on_disk, default=0), source.terms.dtype
     )
     states = _new_states(device, source, kinds, new_shelves, speculates=speculates)
-    numels_with_room = [numel for numel, kind in zip(numels, kinds, strict=True) if kind != "R" or not waits]
-    num_rooms, largest = num_gradient_rooms(kinds, window_size, waits=waits), max(numels_with_room, default=0)
-    rooms = cycle([GradientRoom(states[0], largest) for _ in range(num_rooms)])
+    # a room has the size of the largest layer that uses it
+    users = [state for state, kind in zip(states, kinds, strict=True) if kind != "R" or not waits]
+    largest = max(users or states, key=lambda state: (not state.is_frozen, state.layout.numel))
+    num_rooms = num_gradient_rooms(kinds, window_size, waits=waits)
+    rooms = cycle([GradientRoom(largest) for _ in range(num_rooms)])
 
     def layer_of_kind(kind: str, state: LayerState) -> Layer:
         if kind == "R":
@@ -234,6 +239,11 @@ def new_layers(
         return Hosted(state, rooms, device.returner if kind == "P" else device.copier)
 
     return list(map(layer_of_kind, kinds, states))
+
+
+def kinds_of(source: LayerSource, kinds: str) -> str:
+    """Return the kinds, with a W in place of S and D for each frozen layer, which has no state to take along."""
+    return with_frozen(kinds, (bool(frozen_parameters(layer.module)) for layer in source.layers))
 
 
 def _new_states(

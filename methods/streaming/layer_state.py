@@ -23,7 +23,7 @@ from harness.models.gpt import DTYPES, drawn_blocks
 from harness.models.model import new_layer
 from methods.offload.adamw import AdamStep, Factor, Settings, split_into_runs, takes_one_pass, update
 from methods.offload.clip import Clip, norms_of
-from methods.offload.layout import cut_pieces, install, layout_of
+from methods.offload.layout import cut_pieces, frozen_parameters, install, layout_of
 from methods.offload.state import State, joined_master, keep_master_, kept_dtypes, master_of
 from methods.shared.memory_needs import CHUNK_NUMEL, block_numel, shared_numel
 from methods.shared.terms import Terms
@@ -52,11 +52,13 @@ class Speculation(NamedTuple):
 
 class NamedLayer(NamedTuple):
     """A layer's module, without memory, and the prefix of its parameters' names. `groups`: by a parameter's name, the
-    index of its AdamW settings; None: the groups of published_settings()."""
+    index of its AdamW settings; None: the groups of published_settings(). `dtype`: of the weights; None: the
+    training's."""
 
     module: nn.Module
     prefix: str
     groups: Mapping[str, int] | None = None
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,12 @@ class Home:
 
 
 class LayerState:
-    """A layer's state in its home. Weights and gradient have the training's dtype. `deadline`: the update with the
-    lowest deadline runs first; None: layers have their deadlines in the order in which they are made, the order of the
-    forward pass.
+    """A layer's state in its home. Weights and gradient have the training's dtype, unless the layer has one of its own.
+    `deadline`: the update with the lowest deadline runs first; None: layers have their deadlines in the order in which
+    they are made, the order of the forward pass.
+
+    If the module has frozen parameters (`is_frozen`), the state is their weights alone, which are never updated: there
+    is no gradient and no optimizer's state. Trained parameters of the same module then have another home.
 
     With several ranks a layer on the host is split: this home is the rank's part, which begins at element `first` of
     the whole slab of `whole_numel` elements. A resident layer is whole on every rank, and each rank makes the same
@@ -92,6 +97,7 @@ class LayerState:
     ) -> None:
         self.device, self.module, self.prefix = device, layer.module, layer.prefix
         self.layout, self.terms, self.shelf = layout_of(layer.module), terms, home.shelf
+        self.is_frozen, self.dtype = bool(frozen_parameters(layer.module)), layer.dtype or terms.dtype
         self.adds = False  # True: the next backward pass adds to the gradient at home
         self.deadline = device.next_place() if deadline is None else deadline
         self._take_memory(home, layer.groups)
@@ -114,7 +120,7 @@ class LayerState:
 
     def _take_memory(self, home: Home, groups: Mapping[str, int] | None) -> None:
         """Make the slabs of this home, and divide the update into chunks."""
-        device, dtype, numel = self.device, DTYPES[self.terms.dtype], self.layout.numel
+        device, dtype, numel = self.device, DTYPES[self.dtype], self.layout.numel
         ranks = device.ranks
         self.is_shared = home.on_host and ranks.num_ranks > 1
         self.whole_numel = shared_numel(numel, ranks.num_ranks)
@@ -123,11 +129,12 @@ class LayerState:
         self.first = numel * ranks.rank if self.is_shared else 0
         # the pieces in this home
         self.pieces = cut_pieces(self.layout.pieces(groups), self.first, self.first + numel)
-        kept = kept_dtypes(self.terms.dtype)
-        in_memory = [] if home.shelf is not None or home.bare else kept
+        kept, is_bare = kept_dtypes(self.dtype), home.bare or self.is_frozen
+        in_memory = [] if home.shelf is not None or is_bare else kept
         self.current = _room_for_state(device, numel, dtype, in_memory, host=home.on_host)
-        self.spare = _room_for_state(device, numel, dtype, kept, host=home.on_host) if home.spare else None
-        self.has_gradient = home.has_gradient and not (home.bare and home.on_host)
+        has_spare = home.spare and not self.is_frozen
+        self.spare = _room_for_state(device, numel, dtype, kept, host=home.on_host) if has_spare else None
+        self.has_gradient = home.has_gradient and not (is_bare and home.on_host) and not self.is_frozen
         self.grads = torch.empty(0, dtype=dtype)
         if self.has_gradient:
             self.grads = device.room(numel, dtype, host=home.on_host)
@@ -135,7 +142,7 @@ class LayerState:
         self.steps = device.room(1, torch.float32, host=False)[0] if by_device else torch.zeros(())
         # One call of a compiled kernel on the device takes a whole layer. The host's updates go in chunks, which share
         # its threads.
-        block = block_numel(self.terms.dtype) if by_device else CHUNK_NUMEL
+        block = block_numel(self.dtype) if by_device else CHUNK_NUMEL
         by_kernel = takes_one_pass(self.current, self.steps.device.type)
         self.chunks = split_into_runs(self.pieces, numel if by_kernel else block)
         self.updater = "update" if home.on_host else "compute"  # the row of a trace that shows update()
@@ -191,7 +198,7 @@ class LayerState:
         parameters = [*self._parameters().items()]
         for (name, parameter), weight in zip(parameters, self.layout.views(weights), strict=True):
             if parameter.is_meta:
-                parameter = nn.Parameter(weight)
+                parameter = nn.Parameter(weight, requires_grad=parameter.requires_grad)
                 self.adopt(name, parameter)
             # Keep the parameter objects in every slot: the graph of the forward pass knows them by identity.
             parameter.data = weight
@@ -205,9 +212,11 @@ class LayerState:
 
     def adopt(self, name: str, parameter: nn.Parameter) -> Any:
         """Make this tensor the module's parameter of that name. A hook moves the gradients to the slab that
-        collect_gradients() was given; return the handle of this hook."""
+        collect_gradients() was given; return the handle of this hook, None if the parameter is frozen."""
         install(self.module, name, parameter)
         self._parameters_by_name.clear()
+        if not parameter.requires_grad:
+            return None
         return parameter.register_post_accumulate_grad_hook(
             partial(settle_gradient, self.rooms, self.prefix, name)
         )
@@ -240,7 +249,8 @@ class LayerState:
                 pairs = [
                     (edge, grad) for edge, grad in zip(output_edges, dy, strict=True) if grad is not None
                 ]
-                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+                if pairs:
+                    torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
                 dxs.append(tuple(tensor.grad for tensor in x if tensor.requires_grad))
         if self.boundary is not None:
             self.boundary.leave()
@@ -250,7 +260,9 @@ class LayerState:
     def collect_gradients(self, grads: Tensor) -> None:
         """Make the next backward passes leave the sum of their gradients in the slab `grads` on the device. The first
         gradient of each parameter is copied into the slab, so the slab need not be cleared; later gradients are added.
-        If the layer `adds`, the first gradient is added, too."""
+        If the layer `adds`, the first gradient is added, too. A frozen layer has no gradients."""
+        if self.is_frozen:
+            return
         if self.collected is not grads:
             self.rooms.views.update(zip(self.layout.names, self.layout.views(grads), strict=True))
             self.collected = grads
@@ -260,7 +272,9 @@ class LayerState:
     def norms(self) -> list[Tensor]:
         """Return the norm of each parameter's gradient after the last backward pass, fp32, on the device. If the layer
         is split over ranks, return the norms of this rank's part. If all ranks have the whole layer, the first rank
-        returns its norms and every other rank returns zero."""
+        returns its norms and every other rank returns zero. A frozen layer has none."""
+        if self.is_frozen:
+            return []
         with self.device.span("compute", "norm", self.prefix):
             grads = [*self.rooms.views.values()]
             if self.is_shared:
@@ -274,13 +288,15 @@ class LayerState:
         """Sum the gradient of the last backward pass over all ranks. If the layer is split over ranks, this rank sums
         only its own part."""
         ranks = self.device.ranks
-        if ranks.num_ranks > 1:
+        if ranks.num_ranks > 1 and not self.is_frozen:
             with self.device.span("compute", "sum", self.prefix):
                 (ranks.sum_part if self.is_shared else ranks.sum)(self.collected[: self.whole_numel])
 
     def update(self, settings: Settings, factor: Factor, grads: Tensor | None = None) -> None:
         """Update in place with the gradient in `grads`, multiplied by the clip factor. If `grads` is None, take the
-        gradient at home."""
+        gradient at home. A frozen layer stays as it is."""
+        if self.is_frozen:
+            return
         grads = self.grads if grads is None else grads
         with self.device.span(self.updater, "update", self.prefix):
             self.adamw(grads, self.current, self.current, self.chunks, self.next_step(settings), factor)
@@ -288,7 +304,9 @@ class LayerState:
     def update_when_landed(self, settings: Settings, clip: Clip) -> None:
         """Queue the update on the host's threads. The update starts when the gradient and the clip factor have arrived;
         only the layer's next prefetch waits until the update is complete. If the factor is 1 and a speculative update
-        is complete, commit the speculative update instead."""
+        is complete, commit the speculative update instead. A frozen layer stays as it is."""
+        if self.is_frozen:
+            return
         landed, spare, ahead = self.landed, self.spare, self.speculation
         step = ahead.step if ahead else self.next_step(settings)
 
@@ -375,8 +393,11 @@ class LayerState:
             self.updated = self.shelf.visit(lambda kept: take(self.state_of(kept)))
 
     def tensors(self) -> Iterator[TensorState]:
+        """Yield each parameter's weight, or master, and both moments; of a frozen layer the weights alone."""
         state = self.current if self.shelf is None else self.state_of(self.shelf.read())
         columns: Iterable[Any] = (master_of(state), state.exp_avg, state.exp_avg_sq)
+        if self.is_frozen:
+            columns = (state.weights,)
         if self.is_shared:
             columns = map(self.device.ranks.gathered, columns)
         columns = map(self.layout.views, columns)

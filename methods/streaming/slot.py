@@ -25,6 +25,10 @@ class Slot:
     gradient, so that the device can update the layer. `numel`: elements of the largest layer that the slot will hold;
     None: `layer` is the largest."""
 
+    held: LayerState | None = (
+        None  # the layer whose weights are, or come, into the slot; None: these may be old
+    )
+
     def __init__(
         self, layer: LayerState, copier: Any = None, *, holds_state: bool = False, numel: int | None = None
     ) -> None:
@@ -43,6 +47,7 @@ class Slot:
     def prefetch(self, layer: LayerState) -> None:
         """Queue the copy of the layer's weights into this slot, after the layer's update and the slot's last use."""
         layer.bind(self.state.weights)
+        self.held = layer
         slab, ranks = self.state.weights[: layer.whole_numel], self.device.ranks
         self.loaded = self._fetch(
             layer, "weights", lambda: self._pairs(layer)[:1], lambda: ranks.gather(slab)
@@ -112,15 +117,21 @@ class Slot:
 
 class GradientRoom:
     """Room on the device for one layer's gradient on its way home. `numel`: elements of the largest layer that will use
-    this room; None: `layer` is the largest."""
+    this room; None: `layer` is the largest. If `layer` is frozen, no layer has a gradient, and this is no room."""
 
     def __init__(self, layer: LayerState, numel: int | None = None) -> None:
-        self.device, self.slab = layer.device, _room(layer, layer.current.weights, numel)
+        weights = layer.current.weights
+        self.device, self.slab = (
+            layer.device,
+            layer.grads if layer.is_frozen else _room(layer, weights, numel),
+        )
         self.drained: Any = None  # event: the last gradient has left this room; None: no gradient was sent
 
     def backward(self, layer: LayerState, dys: list[Passed]) -> list[Passed]:
         """Run a layer's backward pass, and leave the parameters' gradients in this room. If the layer `adds` to earlier
-        gradients, fetch the earlier gradients first."""
+        gradients, fetch the earlier gradients first. A frozen layer leaves none."""
+        if layer.is_frozen:
+            return layer.backward(dys, self.slab)
         self.await_room()
         if layer.adds:
             # await_room() covers the earlier gradient, too: it went home before the last gradient left this room.
@@ -138,7 +149,9 @@ class GradientRoom:
             self.device.compute.wait_event(self.drained)
 
     def send_home(self, layer: LayerState) -> None:
-        """Queue the copy of the gradient home."""
+        """Queue the copy of the gradient home, if the layer has one."""
+        if layer.is_frozen:
+            return
         part = self.slab[layer.first : layer.first + len(layer.grads)]
         done, pairs = self.device.compute.record_event(), [(layer.grads, part)]
         self.drained = layer.landed = copy(self.device, "outbound", "gradient", layer.prefix, [done], pairs)

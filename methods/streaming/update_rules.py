@@ -84,7 +84,10 @@ class UpdateRule:
         # True: streamed layers' states are fetched for the backward pass, in which the device then updates them.
         self.is_ahead = self.timing is IMMEDIATE
         self.scale = LossScale(terms)
-        host_needs_factor = any(isinstance(layer, self.usual_timing.factor_kinds) for layer in layers)
+        host_needs_factor = any(
+            isinstance(layer, self.usual_timing.factor_kinds) and not layer.state.is_frozen
+            for layer in layers
+        )
         self.sends_factor = self.scale.is_used or ends.is_hosted or host_needs_factor
 
     def begin(self, settings: Settings) -> None:

@@ -41,6 +41,12 @@ class Window:
         for layer in self.lowest:
             layer.fetch(self.slots[layer])
 
+    def refetch(self) -> None:
+        """Fetch the layers with which the next step begins once more, because weights at home have changed."""
+        for slot in self.slots.values():
+            slot.held = None
+        self.refill()
+
     def slide_up(self, layer: Layer) -> None:
         """Give the layer's slot to the next layer above it; the topmost layers stay for the backward pass."""
         if layer in self.above:

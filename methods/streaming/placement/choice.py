@@ -26,6 +26,7 @@ from methods.streaming.placement.placement import (
     home_of_boundaries,
     parse,
     placement_text,
+    with_frozen,
 )
 from methods.streaming.placement.planner import (
     Counts,
@@ -251,6 +252,8 @@ class PlacementChoice:
         self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None
     ) -> Plan:
         workload = workload or self.workload
+        if isinstance(workload, UserSizes) and workload.are_frozen:
+            kinds = with_frozen(kinds, workload.are_frozen)
         norm_clipping = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
         hosted_ends = (
             ends_on_host(workload, self.ends, self.world_size) if isinstance(workload, Workload) else []

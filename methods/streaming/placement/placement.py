@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +24,7 @@ from methods.shared.memory_needs import (
     block_numel,
     shared_numel,
     state_bytes,
+    state_bytes_in,
     stored_numel,
 )
 
@@ -117,7 +119,9 @@ def spread(kinds: str, letter: str, num_spread: int) -> str:
 class UserSizes(NamedTuple):
     """The sizes of a user's model that a plan needs, in place of a Workload. `activations`: measured bytes of device
     memory, without the memory for the layers' weights, gradients and states. `boundary_bytes`: measured bytes of a
-    layer's inputs; 0 if the device keeps the inputs."""
+    layer's inputs; 0 if the device keeps the inputs. `are_frozen`: for each layer, True if it travels without a
+    gradient and a state; empty: none does. `end_dtype`: of the trained parameters outside of the layers, if it is not
+    the layers'."""
 
     dtype: str
     numels: tuple[int, ...]  # number of parameters of each layer, bottom first
@@ -125,6 +129,8 @@ class UserSizes(NamedTuple):
     activations: int
     waits_for_norm: bool
     boundary_bytes: int = 0
+    are_frozen: tuple[bool, ...] = ()
+    end_dtype: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -186,6 +192,23 @@ def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}
 
 
+def trained_params_of(workload: Sizes, kinds: str) -> dict[str, int]:
+    """Return, for each kind, the number of parameters of those of its layers that are trained."""
+    if not isinstance(workload, UserSizes) or not workload.are_frozen:
+        return params_of(workload, kinds)
+    rows = zip(kinds, workload.numels, workload.are_frozen, strict=True)
+    trained = Counter[str]()
+    for kind, numel, is_frozen in rows:
+        trained[kind] += 0 if is_frozen else numel
+    return {kind: trained[kind] for kind in KINDS}
+
+
+def with_frozen(kinds: str, are_frozen: Iterable[bool]) -> str:
+    """Return the kinds, with a W in place of S and D for each frozen layer, which has no state to take along."""
+    pairs = zip(kinds, are_frozen, strict=True)
+    return "".join("W" if is_frozen and kind in "SD" else kind for kind, is_frozen in pairs)
+
+
 def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> list[int]:
     """Return the numbers of parameters of the embedding and of the head if `home` is the host; for any other `home`,
     an empty list. Raises ValueError for an unknown home, and for the host with several ranks."""
@@ -242,7 +265,7 @@ class PlacedLayers:
                 f" parameters, got {self.num_ranks}; try a larger -h"
             )
         device_bytes, host_bytes = self._device_bytes(), self._host_bytes()
-        if self.workload.dtype != "fp32":
+        if self.updated_dtype != "fp32":
             self._add_update_copies(device_bytes, host_bytes)
         if num_host_homes := self.num_hosted_layers + len(self.hosted_ends):
             # the clip factor, 512 bytes, and each home's number of steps, 4 bytes
@@ -267,6 +290,28 @@ class PlacedLayers:
     @cached_property
     def params_of_kind(self) -> dict[str, int]:
         return params_of(self.workload, self.kinds)
+
+    @cached_property
+    def trained_params_of_kind(self) -> dict[str, int]:
+        """The number of trained parameters of each kind's layers; the others have weights alone."""
+        return trained_params_of(self.workload, self.kinds)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of the layers' trained parameters."""
+        return sum(self.trained_params_of_kind.values())
+
+    @property
+    def updated_dtype(self) -> str:
+        """The dtype of the trained parameters. Those outside of the layers have one of their own if all layers are
+        frozen."""
+        own = self.workload.end_dtype if isinstance(self.workload, UserSizes) else None
+        return own or self.workload.dtype
+
+    @cached_property
+    def end_bytes(self) -> dict[str, int]:
+        """Bytes per trained parameter outside of the layers, as bytes_at_home."""
+        return state_bytes_in(self.updated_dtype)
 
     @cached_property
     def bytes_at_home(self) -> dict[str, int]:
@@ -342,19 +387,19 @@ class PlacedLayers:
         return Activations(boundary_bytes, small_bytes, max(bytes_at_head, bytes_at_layer) + small_bytes)
 
     def _device_bytes(self) -> dict[str, int]:
-        weight_bytes = self.workload.weight_bytes
-        num_params_on_device = self.ends_on_device + self.params_of_kind["R"]
+        weight_bytes, num_resident = self.workload.weight_bytes, self.trained_params_of_kind["R"]
         device_bytes = {
-            kind: per_param * num_params_on_device for kind, per_param in self.bytes_at_home.items()
+            kind: per_param * num_resident + self.end_bytes[kind] * self.ends_on_device
+            for kind, per_param in self.bytes_at_home.items()
         }
+        device_bytes["weights"] += weight_bytes * (self.params_of_kind["R"] - num_resident)
         # If embedding and head live on the host, they use the same memory on the device in turn. This memory has room
         # for the weights and the gradient of the larger of the two.
         device_bytes["weights"] += weight_bytes * (self.params_of_kind["P"] + self.ends_numel)
-        device_bytes["gradients"] += weight_bytes * self.ends_numel - (
-            0 if self.clipping else weight_bytes * self.params_of_kind["R"]
-        )
+        device_bytes["gradients"] += weight_bytes * self.ends_numel
+        device_bytes["gradients"] -= 0 if self.clipping else weight_bytes * num_resident
         waits = self.clipping is not None
-        num_rooms = num_gradient_rooms(self.kinds, self.window_size, waits=waits)
+        num_rooms = num_gradient_rooms(self.kinds, self.window_size, waits=waits) if self.num_trained else 0
         slot_bytes = weight_bytes * (self.num_windowed_slots + num_rooms)
         slot_bytes += (self.updated_bytes + (weight_bytes if waits else 0)) * self.num_streamed_slots
         device_bytes["buffers"] = slot_bytes * self.numel_at_home * self.num_ranks
@@ -362,12 +407,19 @@ class PlacedLayers:
         return device_bytes
 
     def _host_bytes(self) -> dict[str, int]:
-        workload, params_of_kind, bytes_at_home = self.workload, self.params_of_kind, self.bytes_at_home
+        workload, params_of_kind, bytes_at_home = (
+            self.workload,
+            self.trained_params_of_kind,
+            self.bytes_at_home,
+        )
+        num_trained = self.num_trained - params_of_kind["R"]
+        num_frozen = sum(self.params_of_kind.values()) - self.params_of_kind["R"] - num_trained
         if self.num_ranks == 1:
-            numel = sum(params_of_kind.values()) - params_of_kind["R"] + sum(self.hosted_ends)
+            numel = num_trained + sum(self.hosted_ends)
         else:
             numel = self.num_hosted_layers * self.numel_at_home
         host_bytes = {kind: per_param * numel for kind, per_param in bytes_at_home.items()}
+        host_bytes["weights"] += workload.weight_bytes * num_frozen
         host_bytes["optimizer"] -= bytes_at_home["optimizer"] * params_of_kind["D"]
         host_bytes["gradients"] -= 0 if self.clipping else bytes_at_home["gradients"] * params_of_kind["S"]
         if self.num_kept_boundaries < len(self.kinds):
@@ -386,10 +438,11 @@ class PlacedLayers:
     def _add_update_copies(self, device_bytes: dict[str, int], host_bytes: dict[str, int]) -> None:
         """Add the fp32 copies that updates make without a compiled kernel, at a time when boundaries are in memory,
         too."""
-        dtype, layer_params = self.workload.dtype, self.workload.layer_params
+        dtype, layer_params = self.updated_dtype, self.workload.layer_params
+        trained_params = self.trained_params_of_kind
         copy_bytes, block_params = UPDATE_COPY_BYTES[dtype], block_numel(dtype)
         boundary_bytes, small_bytes, peak_bytes = self.activation_bytes
-        resident_params = layer_params if self.count_of_kind["R"] else 0
+        resident_params = layer_params if trained_params["R"] else 0
         moments = [
             (copy_bytes * min(block_params, max(self.ends_on_device, resident_params)), boundary_bytes)
         ]
@@ -404,7 +457,8 @@ class PlacedLayers:
         if updated_bytes + kept_bytes + small_bytes > peak_bytes:
             device_bytes["gradients"] += updated_bytes
             device_bytes["activations"] = kept_bytes + small_bytes
-        params_at_home = self.numel_at_home if self.num_hosted_layers - self.count_of_kind["S"] else 0
+        is_any_at_home = self.num_trained > trained_params["R"] + trained_params["S"]
+        params_at_home = self.numel_at_home if is_any_at_home else 0
         host_bytes["gradients"] += copy_bytes * min(CHUNK_NUMEL, max(params_at_home, self.ends_numel))
 
     def _moved_bytes(self) -> int:

@@ -28,6 +28,9 @@ MASTERS = (
     "{}: expected the same weights in {}, because each has an fp32 master, got others; try model.load_state_dict() of"
     " the whole model, which sets the masters, too"
 )
+FROZEN_LATER = (
+    "{}: expected requires_grad={}, as when the trainer was made, got {}; try to make the trainer afterwards"
+)
 HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 MOVES = {Tensor.set_, Tensor.resize_, Tensor.share_memory_}
 GET_GRADIENT, SET_GRADIENT, DELETE_GRADIENT = (
@@ -73,7 +76,7 @@ class ScriptAccess:
         self.sizes = self._sizes()  # numbers of modules and parameters in each module
         self.addresses = [
             (parameter, parameter.data_ptr())
-            for _, parameters in training.parts()
+            for parameters in (self.user.rest, *self.user.own_parameters)
             for parameter in parameters
         ]
 
@@ -88,11 +91,9 @@ class ScriptAccess:
         elif function in MOVES:
             raise ValueError(MEMORY.format(name))
         elif function in FREEZE:
-            if not all(args[1:]):
-                raise ValueError(
-                    f"{name}: expected requires_grad=True for all parameters of layers, got False; try to leave the"
-                    " layer out of the list"
-                )
+            is_trained = not self.user.are_frozen[place]
+            if all(args[1:]) != is_trained:
+                raise ValueError(FROZEN_LATER.format(name, is_trained, not is_trained))
         elif function == SET_DATA:
             if not _is_same_memory(parameter, args[1]):
                 raise ValueError(MEMORY.format(name))
@@ -108,7 +109,8 @@ class ScriptAccess:
             return
         training.come_home()
         if place not in self.touched:
-            may_change = training.terms.dtype == "fp32" and not training.is_passing()
+            has_master = training.terms.dtype != "fp32" and not self.user.are_frozen[place]
+            may_change = not has_master and not training.is_passing()
             self.touched[place] = None if may_change else self._state(place).current.weights.clone()
 
     def check_unchanged(self) -> None:
@@ -147,10 +149,7 @@ class ScriptAccess:
             for parameter in parameters:
                 if parameter.requires_grad != is_trained:
                     name = self.user.names[id(parameter)]
-                    raise ValueError(
-                        f"{name}: expected requires_grad={is_trained}, as when the trainer was made, got"
-                        f" {not is_trained}; try to make the trainer afterwards"
-                    )
+                    raise ValueError(FROZEN_LATER.format(name, is_trained, not is_trained))
 
     def _sizes(self) -> list[int]:
         return [len(module._modules) + len(module._parameters) for module in self.modules]
@@ -169,7 +168,10 @@ class ScriptAccess:
 
     def _use_gradient(self, place: int, name: str, *, is_set: bool) -> None:
         training = self.training
-        if not training.num_backward:
+        if self.user.are_frozen[place]:
+            if is_set:
+                raise ValueError(f"{name}: expected no gradient of a frozen parameter, got one that is set")
+        elif not training.num_backward:
             if is_set:
                 raise ValueError(
                     f"{name}: expected a gradient from a backward pass, got one that is set; try step()"
@@ -192,7 +194,8 @@ class ScriptAccess:
     def has_dropped_all(self) -> bool:
         """Return whether the script has dropped the gradients of all layers."""
         with torch._C.DisableTorchFunctionSubclass():
-            return len(self.exposed) == len(self.user.own_parameters) and all(
+            num_trained = self.user.are_frozen.count(False)
+            return len(self.exposed) == num_trained and all(
                 parameter.grad is None for parameters in self.user.own_parameters for parameter in parameters
             )
 

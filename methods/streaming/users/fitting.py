@@ -131,11 +131,14 @@ def _sizes_of(trial: UserTraining, peak_bytes: int) -> UserSizes:
     states, stream = trial.stream.states, trial.stream
     assert isinstance(stream, TrialStream)
     num_tensors = sum(len(state.layout.places) for state in (trial.ends, *states))
+    user = trial.user
     return UserSizes(
-        trial.terms.dtype,
+        user.layer_dtype,
         tuple(state.layout.numel for state in states),
         trial.ends.layout.numel,
         peak_bytes - stream.known_bytes + SMALL_BYTES * (num_tensors + NUM_SMALL),
         trial.terms.waits_for_norm,
         max(state.boundary.num_bytes if state.boundary else 0 for state in states),
+        tuple(user.are_frozen),
+        None if user.dtype == user.layer_dtype else user.dtype,
     )

@@ -68,13 +68,14 @@ class Placeholders(nn.Module):
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()
         for place, parameter in enumerate(parameters):
-            self.register_parameter(str(place), nn.Parameter(torch.empty_like(parameter, device="meta")))
+            memoryless = torch.empty_like(parameter, device="meta")
+            self.register_parameter(str(place), nn.Parameter(memoryless, parameter.requires_grad))
 
 
 class UserLayer(Placeholders):
-    """One layer of a user's model. `own`: parameters that only this layer uses. `shared`: parameters that the rest of
-    the model uses, too. The layer takes the shared parameters as further tensors, after the tensors that the model
-    passes."""
+    """One layer of a user's model. `own_parameters`: those that travel with the layer. `shared`: its other parameters,
+    which stay on the device. The layer takes the shared parameters as further tensors, after the tensors that the
+    model passes."""
 
     def __init__(
         self,

@@ -40,28 +40,38 @@ class UserModel:
                 )
         self.prefixes = [f"{paths[id(module)]}." for module in self.modules]
         _check_layers(self.modules, self.prefixes)
-        # A parameter that is also used outside of one layer stays on the device, where autograd sums its gradients.
+        # A parameter that is also used outside of one layer stays on the device, where autograd sums its gradients. So
+        # does a trained parameter of a layer with frozen ones, such as an adapter: these travel without it.
         inside = [list(module.parameters()) for module in self.modules]
         elsewhere = _outside(model, self.modules)
         uses = Counter(id(parameter) for parameters in inside for parameter in parameters)
         alone = {key for key, count in uses.items() if count == 1 and key not in elsewhere}
         self.own_parameters = [
-            [parameter for parameter in parameters if id(parameter) in alone] for parameters in inside
+            _travelling([parameter for parameter in parameters if id(parameter) in alone])
+            for parameters in inside
         ]
-        others = [parameter for parameter in model.parameters() if id(parameter) not in alone]
+        self.are_frozen = [not all(p.requires_grad for p in parameters) for parameters in self.own_parameters]
+        own = {id(parameter) for parameters in self.own_parameters for parameter in parameters}
+        others = [parameter for parameter in model.parameters() if id(parameter) not in own]
         self.rest = [parameter for parameter in others if parameter.requires_grad]
         self.frozen = [parameter for parameter in others if not parameter.requires_grad]
-        self._check_parameters(alone)
+        self._check_parameters()
         self._check_optimizer()
         self.layers: list[UserLayer] = []
         for place, (module, prefix) in enumerate(zip(self.modules, self.prefixes, strict=True)):
-            shared = [parameter for parameter in inside[place] if id(parameter) not in alone]
+            shared = [parameter for parameter in inside[place] if id(parameter) not in own]
             self.layers.append(UserLayer(module, prefix[:-1], self.own_parameters[place], shared))
         self.ends = Placeholders(self.rest)
         self.order = self._order()
 
     def names_of(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         return [self.names[id(parameter)] for parameter in parameters]
+
+    @property
+    def trained_parts(self) -> list[list[nn.Parameter]]:
+        """The parameters that are trained: those of the rest of the model, then those of each layer, bottom first."""
+        layers = zip(self.own_parameters, self.are_frozen, strict=True)
+        return [self.rest, *(parameters for parameters, is_frozen in layers if not is_frozen)]
 
     def groups_of(self, parameters: Sequence[nn.Parameter]) -> dict[str, int]:
         """Return, by each parameter's place as text, the index of the parameter's group in the optimizer."""
@@ -87,18 +97,14 @@ class UserModel:
     def _order(self) -> list[int]:
         """Return, for each of the model's parameters, its index in a list that has first the parameters of the rest of
         the model, then those of all layers, bottom first."""
-        ids = [id(parameter) for part in (self.rest, *self.own_parameters) for parameter in part]
+        ids = [id(parameter) for part in self.trained_parts for parameter in part]
         places = {key: place for place, key in enumerate(ids)}
         return [places[key] for key in self.names if key in places]
 
-    def _check_parameters(self, alone: set[int]) -> None:
+    def _check_parameters(self) -> None:
         streamed = [parameter for parameters in self.own_parameters for parameter in parameters]
         for parameter in (*streamed, *self.rest):
             name = self.names[id(parameter)]
-            if not parameter.requires_grad and id(parameter) in alone:
-                raise ValueError(
-                    f"expected requires_grad=True for all parameters of layers, got False for {name}"
-                )
             if is_lazy(parameter):
                 raise ValueError(
                     f"parameter {name}: expected values, got a lazy module's; try a forward pass first"
@@ -115,12 +121,20 @@ class UserModel:
                 raise ValueError(
                     f"parameter {name}: expected no gradient hooks, got some: streaming does not call hooks"
                 )
-        dtypes = {parameter.dtype: self.names[id(parameter)] for parameter in (*streamed, *self.rest)}
+        # adapters on frozen layers may have a dtype of their own
+        parts = (streamed, self.rest) if all(self.are_frozen) else ([*streamed, *self.rest],)
+        self.layer_dtype, *others = [self._dtype_of(part) for part in parts if part]
+        self.dtype = others[0] if others else self.layer_dtype
+
+    def _dtype_of(self, parameters: Sequence[nn.Parameter]) -> str:
+        """Return the name of the parameters' dtype. Raises ValueError if they have several, or one that cannot be
+        trained."""
+        dtypes = {parameter.dtype: self.names[id(parameter)] for parameter in parameters}
         names = {dtype: name for name, dtype in DTYPES.items()}
         if len(dtypes) != 1 or not dtypes.keys() <= names.keys():
             got = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in dtypes.items())
             raise ValueError(f"expected parameters of one dtype, float32, bfloat16 or float16, got {got}")
-        self.dtype = names[next(iter(dtypes))]
+        return names[next(iter(dtypes))]
 
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer
@@ -133,7 +147,9 @@ class UserModel:
                 "expected an optimizer before its first step, got one with states; try the trainer's load_state_dict()"
             )
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        trained = [parameter for part in (self.rest, *self.own_parameters) for parameter in part]
+        trained = [parameter for part in self.trained_parts for parameter in part]
+        if not trained:
+            raise ValueError("expected parameters with requires_grad=True, got a model that is frozen")
         if lacks := [self.names[id(parameter)] for parameter in trained if id(parameter) not in known]:
             raise ValueError(
                 f"the optimizer lacks {len(lacks)} parameters, such as {lacks[0]}; add them, or freeze them"
@@ -166,6 +182,11 @@ def refuse_step(*_: Any) -> None:
     raise ValueError(
         "step: expected trainer.step() alone, got optimizer.step(), too; leave optimizer.step() out"
     )
+
+
+def _travelling(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters of a layer that travel with it: the frozen ones, or all if none is frozen."""
+    return [parameter for parameter in parameters if not parameter.requires_grad] or parameters
 
 
 def _check_layers(modules: Sequence[nn.Module], prefixes: Sequence[str]) -> None:

@@ -126,11 +126,14 @@ class SavedState:
             raise ValueError("load_state_dict() replaced the model's parameters; try it without assign=True")
         if training.terms.dtype == "fp32":
             return
+        frozen = training.user.are_frozen
         versions = [parameter._version for parameter in self.user.rest]
         changed = [new != before for new, before in zip(versions, access.versions, strict=True)]
         self._take_changed(training.ends, changed)
         access.versions = versions
         for place, before in access.touched.items():
+            if frozen[place]:  # it has no master
+                continue
             assert before is not None
             state = training.stream.states[place]
             pairs = zip(state.layout.views(before), state.layout.views(state.current.weights), strict=True)

@@ -12,7 +12,7 @@ from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.streaming.embedding_and_head import OnDevice
-from methods.streaming.layer_kinds import LayerSource, Streamed, new_layers
+from methods.streaming.layer_kinds import LayerSource, Streamed, kinds_of, new_layers
 from methods.streaming.layer_state import Home, LayerState, Passed
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.update_rules import DEFERRED, UpdateRule, update_at_once
@@ -68,7 +68,7 @@ class WindowStream:
     def __init__(
         self, parts: Parts, kinds: str, window_size: int, clipping: str | None, disk: str | None
     ) -> None:
-        speculates = clipping == "speculate"
+        speculates, kinds = clipping == "speculate", kinds_of(parts.layers, kinds)
         self.layers = new_layers(parts.device, parts.layers, kinds, window_size, disk, speculates=speculates)
         self.states = [layer.state for layer in self.layers]
         ends = OnDevice(parts.ends)
@@ -119,7 +119,7 @@ class WindowStream:
         self.window.rewind()
 
     def refetch(self) -> None:
-        self.window.refill()
+        self.window.refetch()
 
 
 class OneLayerStream:
@@ -136,8 +136,7 @@ class OneLayerStream:
             LayerState(parts.device, layer, layers.terms, home) for layer in layers.layers
         )
         self.max_norm, self.scale = layers.terms.clip_norm, LossScale(layers.terms)
-        largest_layer = max(self.states, key=lambda state: state.layout.numel)
-        self.slot, self.gradients = Slot(largest_layer), GradientRoom(largest_layer)
+        self.slot, self.gradients = _slot_and_room(self.states)
 
     def forward(self, place: int, xs: list[Passed]) -> list[Passed]:
         self.slot.load(self.states[place])
@@ -181,8 +180,7 @@ class TrialStream:
             LayerState(parts.device, layer, layers.terms, Home(on_host=True, bare=True))
             for layer in layers.layers
         )
-        largest_layer = max(self.states, key=lambda state: state.layout.numel)
-        self.slot, self.gradients = Slot(largest_layer), GradientRoom(largest_layer)
+        self.slot, self.gradients = _slot_and_room(self.states)
         planned_slabs = (
             self.slot.state.weights,
             self.gradients.slab,
@@ -210,3 +208,10 @@ class TrialStream:
 
     def settle(self) -> None: ...
     def refetch(self) -> None: ...
+
+
+def _slot_and_room(states: Sequence[LayerState]) -> tuple[Slot, GradientRoom]:
+    """Return a slot for the largest layer, and room for the largest gradient."""
+    by_size = sorted(states, key=lambda state: state.layout.numel)
+    trained = [state for state in by_size if not state.is_frozen]
+    return Slot(by_size[-1]), GradientRoom((trained or by_size)[-1])

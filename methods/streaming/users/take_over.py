@@ -49,8 +49,12 @@ def layers_of(user: UserModel, terms: Terms) -> LayerSource:
             started.append(state)
         return started
 
-    groups = map(user.groups_of, user.own_parameters)
-    return LayerSource(terms, list(map(NamedLayer, user.layers, user.prefixes, groups)), start)
+    rows = zip(user.layers, user.prefixes, user.own_parameters, user.are_frozen, strict=True)
+    layers = [
+        NamedLayer(layer, prefix, None if is_frozen else user.groups_of(parameters), user.layer_dtype)
+        for layer, prefix, parameters, is_frozen in rows
+    ]
+    return LayerSource(terms, layers, start)
 
 
 def replace_forwards(training: Any, undo: ExitStack) -> None:
@@ -67,6 +71,8 @@ def observe_script(user: UserModel, access: ScriptAccess, undo: ExitStack) -> No
     # autograd's references are hidden from the collector
     take = weakref.WeakMethod(access.take_from_outside)
     for parameter in streamed:
+        if not parameter.requires_grad:
+            continue
         hook = parameter.register_post_accumulate_grad_hook(partial(_call, take))
         undo.callback(hook.remove)
     undo.callback(observe(streamed, access))

@@ -108,8 +108,8 @@ class UserTraining:
         self.terms = Terms(self.user.dtype, float(script.max_norm or 0.0), accumulates=script.accumulates)
         self.gpu = Device(script.device, num_workers=num_update_threads(script.device))
         self.device = self.gpu.name
-        trained = (parameter for part in (self.user.rest, *self.user.own_parameters) for parameter in part)
-        move_rest(script.model, trained, self.device)
+        placed = (parameter for part in (self.user.rest, *self.user.own_parameters) for parameter in part)
+        move_rest(script.model, placed, self.device)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
         self.graph_task = -1  # autograd's number of the last backward pass
@@ -119,6 +119,9 @@ class UserTraining:
         self.num_passes = self.num_backward = 0  # forward passes so far; backward passes since the last step
         # is_up: a forward pass waits for its backward pass
         self.next_up, self.next_down, self.is_up = 0, 0, False
+        self.last_down = (
+            0  # the lowest layer of the backward pass; below are frozen layers without a gradient
+        )
         self.is_skipped = False  # True: the last step was skipped (fp16)
         self._undo = ExitStack()
         for parameter in script.model.parameters():
@@ -147,9 +150,12 @@ class UserTraining:
                 f"layer {place}: expected the same tensors when the backward pass recomputes them, got others; try"
                 f" use_cache=False, and layers without state ({str(error).splitlines()[0]})"
             ) from error
-        self._check_gradients(state, self.user.own_parameters[place])
+        if not state.is_frozen:
+            self._check_gradients(state, self.user.own_parameters[place])
         self.next_down -= 1
-        if not place:
+        if place == self.last_down:
+            if place:
+                self.stream.rewind()  # as if the backward pass had visited the layers below
             self.access.check_unchanged()
             if self.terms.dtype == "fp32":  # otherwise the masters need the same weights until step()
                 self.access.touched.clear()
@@ -230,12 +236,24 @@ class UserTraining:
                     " try use_cache=False"
                 )
             outputs = self.up(place, tensors)
+            if not any(output.requires_grad for output in outputs):
+                return self._without_gradient(place, outputs, tensors)
             uses = (tensors[index] for index in layer.uses)
             results = LayerTurn.apply(self, place, outputs, self.anchor, *uses)  # type: ignore[no-untyped-call]
             return layer.give(results, tensors)
-        outputs = self.up(place, tensors)
+        return self._without_gradient(place, self.up(place, tensors), tensors)
+
+    def _without_gradient(self, place: int, outputs: Passed, tensors: Passed) -> Any:
+        """Return the result of a layer that has no backward pass."""
+        if self._is_trained and place == self.last_down:
+            self.last_down += 1
+            if self.last_down == len(self.user.layers):
+                raise ValueError(
+                    "expected a trained parameter in the layers or below them, got none; try to train the model"
+                    " without a trainer, on the layers' results, which never change"
+                )
         self.stream.states[place].saved = []
-        return layer.give(outputs, tensors)
+        return self.user.layers[place].give(outputs, tensors)
 
     def _begin_forward(self) -> None:
         self.check_stream()
@@ -250,6 +268,7 @@ class UserTraining:
             self.access.touched.clear()
             self.refetch()
         self.num_passes, self.is_up, self.next_down = self.num_passes + 1, True, len(self.user.layers) - 1
+        self.last_down = 0
         self._is_trained = torch.is_grad_enabled()
 
     def check_stream(self) -> None:
@@ -295,7 +314,8 @@ class UserTraining:
         self._check_gradients(self.ends, self.user.rest)
         settle_gradients(self.ends)
         for place in exposed:
-            self.stream.clip.norms[-1 - place] = norms_at_home(self.stream.states[place])
+            visit = -1 - (place - self.last_down)
+            self.stream.clip.norms[visit] = norms_at_home(self.stream.states[place])
         held = self.access.held() if self.stream.waits else self._held
         ended = self.stream.finish(self.user.settings())
         assert ended.grad_norm is not None
@@ -405,9 +425,11 @@ class UserTraining:
             self.gpu.__exit__(*exc)
 
     def parts(self) -> Iterator[tuple[LayerState, list[nn.Parameter]]]:
-        """Yield the rest of the model, then each layer: its state, and the user's parameters."""
+        """Yield the rest of the model, then each layer that is trained: its state, and the user's parameters."""
         yield self.ends, self.user.rest
-        yield from zip(self.stream.states, self.user.own_parameters, strict=True)
+        for state, parameters in zip(self.stream.states, self.user.own_parameters, strict=True):
+            if not state.is_frozen:
+                yield state, parameters
 
     def refetch(self) -> None:
         """Fetch layers again that were fetched for the next step, because their weights may have changed."""

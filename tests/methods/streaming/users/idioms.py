@@ -238,6 +238,20 @@ def frozen(script: IdiomScript) -> None:
     script.model.layers[1].requires_grad_(False)
 
 
+def half_frozen(script: IdiomScript) -> None:
+    """Freeze a layer whole, and the matrices of another."""
+    script.model.layers[0].requires_grad_(False)
+    for parameter in script.model.layers[1].parameters():
+        parameter.requires_grad_(parameter.ndim == 1)
+
+
+def with_frozen_changed(script: IdiomScript) -> None:
+    """As adapters that are merged into frozen weights."""
+    with torch.no_grad():
+        next(script.model.layers[1].parameters()).mul_(0.9)
+    script.see(*script.weights)
+
+
 def frozen_outside(script: IdiomScript) -> None:
     script.model.inp.requires_grad_(False)
 
@@ -405,6 +419,10 @@ IDIOMS = {
     "two forward passes in one loss": Idiom(loss=lambda script: script.loss() + script.loss()),
     "a layer frozen later": Idiom(frozen),
     "a parameter outside of the layers frozen later": Idiom(frozen_outside),
+    "layers frozen before the trainer is made, whole or in part": Idiom(before_trainer=half_frozen),
+    "a frozen layer's weights changed after `step()`, as `merge_adapter()` does": Idiom(
+        with_frozen_changed, before_trainer=half_frozen
+    ),
     "a gradient hook on a layer's parameter": Idiom(before=hooked),
     "other rates or decays, by group": Idiom(by_group),
     "`maximize`": Idiom(maximized),
