@@ -215,7 +215,7 @@ def small_by_plain_torch(dtype: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("dtype", "sizes"), [("fp32", [285, 330, 405]), ("bf16", [262, 290, 322])])
+@pytest.mark.parametrize(("dtype", "sizes"), [("fp32", [285, 390, 520]), ("bf16", [262, 310, 400])])
 def test_device_memory_stays_below_the_limit_and_is_used(dtype: str, sizes: list[int]) -> None:
     runs = [call(trained_in, size * KIB, dtype, device_bytes=size * KIB) for size in sizes]
     assert all(losses == small_by_plain_torch(dtype) for *_, losses in runs)
