@@ -284,8 +284,7 @@ class Hydra(Method):
         host_boundary_bytes = workload.micro_batches * page_locked_bytes(boundary_bytes, room)
         device_bytes = {"buffers": min(1 + self.double_buffer, num_shards) * largest_bytes}
         if self.num_devices > 1 and room.page_locks:
-            # each GPU's process has a context, and so has the leading process
-            device_bytes["buffers"] += cuda_budget.LEADING_BYTES
+            device_bytes["buffers"] += cuda_budget.LEADING_BYTES  # the leading process has a context, too
         num_boundaries: float = workload.num_layers + 3  # on the host
         if self.intermediates == "saved":
             activation_bytes = max(micro_batch.head_bytes, micro_batch.layer_bytes - 9 * boundary_bytes)

@@ -104,9 +104,8 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(readable(str(cell)) for cell in row))
-    Console(file=terminal(), width=None if sys.stdout.isatty() else TABLE_CHARACTERS, markup=False).print(
-        table
-    )
+    width = None if sys.stdout.isatty() else TABLE_CHARACTERS
+    Console(file=terminal(), width=width, markup=False).print(table)
 
 
 def counted(number: int, noun: str) -> str:

@@ -268,9 +268,8 @@ def run_order(fork: Fork) -> NoReturn:
     order, numbers = fork.order, fork.order.numbers
     os.setsid()
     with contextlib.suppress(OSError), fork.control:
-        fork.control.send(
-            str(os.getpid()).encode()
-        )  # now the caller can send signals to this process's group
+        # now the caller can send signals to this process's group
+        fork.control.send(str(os.getpid()).encode())
     os.fchdir(fork.folder)
     os.close(fork.folder)
     first_unused = max(*numbers, *fork.descriptors) + 1
@@ -291,8 +290,13 @@ def run_order(fork: Fork) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MASKED_SIGNALS)
+    _run_main(order.module)
+
+
+def _run_main(module_name: str) -> NoReturn:
+    """Run the module's main(), and end this process with main()'s exit code."""
     try:
-        importlib.import_module(order.module).main()
+        importlib.import_module(module_name).main()
     except SystemExit as end:
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr, flush=True)

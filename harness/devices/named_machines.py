@@ -215,14 +215,14 @@ def of_gpu(gpu: str | None, gpu_bytes: int | None = None) -> str | None:
 def has_gpu(name: str, gpu: str | None) -> bool:
     """True if the machine `name` has the GPU that the driver calls `gpu`: if the first word of the machine's name is a
     word of the GPU's. So a10 is no NVIDIA A100-SXM4-80GB, and h200 and h200-141 are both an NVIDIA H200."""
-    words = _gpu_words(name)
-    return bool(words) and words[0] in _gpu_words(gpu or "")
+    machine_words = _gpu_words(name)
+    return bool(machine_words) and machine_words[0] in _gpu_words(gpu or "")
 
 
 def _gpu_words(name: str) -> list[str]:
     """Return the words of the name of a GPU or a machine, without those of makers and series."""
-    words = re.findall(r"[a-z0-9]+", re.sub(r"\brtx\s+", "rtx", name.lower()))
-    return [word for word in words if word not in ("nvidia", "geforce", "tesla", "gpu")]
+    all_words = re.findall(r"[a-z0-9]+", re.sub(r"\brtx\s+", "rtx", name.lower()))
+    return [word for word in all_words if word not in ("nvidia", "geforce", "tesla", "gpu")]
 
 
 def source(name: str) -> str:

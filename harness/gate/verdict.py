@@ -172,17 +172,14 @@ def with_probe(verdict: Gate, record: Record, probe: Probe) -> Gate:
     """Return the verdict on a run, combined with the findings of its probe and a text on what was not tested."""
     if verdict.verdict == "untested":
         return verdict
-    verdict_evidence = {
-        **verdict.evidence,
-        "probe": {trial.dtype: trial.record.key for trial in probe.trials},
-    }
+    probe_keys = {trial.dtype: trial.record.key for trial in probe.trials}
+    verdict_evidence = {**verdict.evidence, "probe": probe_keys}
     if probe.missing and verdict.passed:
         return Gate("untested", "probe", f"{probe.missing}; {verdict.text}", verdict_evidence)
     layers, steps, is_full = extent_of(probe.trials[0], record.job.workload) if probe.trials else NONE
     if steps:
         verdict_evidence |= {"probe_layers": layers, "probe_steps": steps}
-    if is_full:
-        verdict_evidence |= {"probe_is_full": True}
+    verdict_evidence |= {"probe_is_full": True} if is_full else {}
     if probe.refused and verdict.passed:
         return Gate("untested", "probe", f"{probe.refused}; {UNPROBED_TEXT}", verdict_evidence)
     tested_dtypes, gap_texts = [], [probe.untested] if probe.untested else []

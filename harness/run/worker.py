@@ -274,8 +274,7 @@ class Run:
 def train_here(job: Job, key: str, folders: tuple[Path, ...], emit: Emit) -> Record:
     """Train one job in this process. Return its record, even if training failed. `emit` gets the run's events."""
     started, run = time.time(), Run(job, emit)
-    # before training, because an engine may pin this process to some of its cores
-    machine_facts = machine.facts()
+    machine_facts = machine.facts()  # before training: an engine may pin this process to some of its cores
     end, evidence, limits = failures.Failure("ok", ""), {}, dict[str, str]()
     method = create(job.method, job.options, folders)
     try:

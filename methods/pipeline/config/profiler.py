@@ -134,9 +134,8 @@ class Profiler:
             Section(count, update_medians.get(section_number, 0.0), costs.get(section_number, []))
             for section_number, count in enumerate(num_params)
         ]
-        profile = Profile(
-            self.fp16, device_tensor_bytes(self.device), sections, messages, sums, *self._measure_crowding()
-        )
+        tensor_bytes, crowding = device_tensor_bytes(self.device), self._measure_crowding()
+        profile = Profile(self.fp16, tensor_bytes, sections, messages, sums, *crowding)
         if self.rank == 0:
             profile.write(out_folder)
         self._meet()

@@ -305,8 +305,8 @@ class PlacedLayers:
     def updated_dtype(self) -> str:
         """The dtype of the trained parameters. Those outside of the layers have one of their own if all layers are
         frozen."""
-        own = self.workload.end_dtype if isinstance(self.workload, UserSizes) else None
-        return own or self.workload.dtype
+        end_dtype = self.workload.end_dtype if isinstance(self.workload, UserSizes) else None
+        return end_dtype or self.workload.dtype
 
     @cached_property
     def end_bytes(self) -> dict[str, int]:

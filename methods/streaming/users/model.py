@@ -51,15 +51,15 @@ class UserModel:
             for parameters in inside
         ]
         self.are_frozen = [not all(p.requires_grad for p in parameters) for parameters in self.own_parameters]
-        own = {id(parameter) for parameters in self.own_parameters for parameter in parameters}
-        others = [parameter for parameter in model.parameters() if id(parameter) not in own]
+        ids_in_layers = {id(parameter) for parameters in self.own_parameters for parameter in parameters}
+        others = [parameter for parameter in model.parameters() if id(parameter) not in ids_in_layers]
         self.rest = [parameter for parameter in others if parameter.requires_grad]
         self.frozen = [parameter for parameter in others if not parameter.requires_grad]
         self._check_parameters()
         self._check_optimizer()
         self.layers: list[UserLayer] = []
         for place, (module, prefix) in enumerate(zip(self.modules, self.prefixes, strict=True)):
-            shared = [parameter for parameter in inside[place] if id(parameter) not in own]
+            shared = [parameter for parameter in inside[place] if id(parameter) not in ids_in_layers]
             self.layers.append(UserLayer(module, prefix[:-1], self.own_parameters[place], shared))
         self.ends = Placeholders(self.rest)
         self.order = self._order()
