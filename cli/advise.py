@@ -18,7 +18,7 @@ from cli.options import Amount, OptionValues
 from harness.base.console import counted, print_table
 from harness.base.json_object import JsonObject
 from harness.core import method
-from harness.core.job import MEMORIES, Budget, Job, Room, gib, params_text
+from harness.core.job import MEMORIES, Budget, Job, Room, gib
 from harness.core.record import records_of
 from harness.devices import machine, named_machines
 from harness.jobs.command import command_of, default_device, total_duration_text
@@ -179,7 +179,7 @@ def decision_text(
     """Return the decision as one sentence, such as: train MODEL on MACHINE by METHOD. `tokens`: number of tokens whose
     training time the sentence tells."""
     load, row = decision.workload, decision.chosen
-    size = f"{params_text(load.num_params)} parameters"
+    size = f"{load.params_text} parameters"
     model_text = f"{size} ({counted(load.num_layers, 'layer')} of {load.hidden_size})"
     if model:
         model_text = f"{model} ({size})"

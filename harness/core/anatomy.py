@@ -36,7 +36,7 @@ INIT_STD = 0.02
 # folder with the kept answers of harness/plan/sketch.py and block_sketch.py
 SKETCHES = ROOT / ".venv" / "sketches"
 # format number of the cached files; raise it when the fields or the numbers of a sketch change
-SKETCH_FORMAT = 5
+SKETCH_FORMAT = 8
 # most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
 MOST_SKETCHED_LAYERS = 8
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
@@ -88,6 +88,12 @@ class Anatomy:
     # multiples of the layer's input. pair_given_bytes: bytes of masks for each pair of tokens.
     pair_boundaries: float = 0.0
     pair_given_bytes: int = 0
+    # Of a mixture of experts: the most memory of a layer's recompute and backward pass. Each (factor, pair_factor,
+    # fixed) stands for (factor + T * pair_factor) * B + fixed bytes, where B is the bytes of the layer's input; the
+    # largest counts. `fixed`: gradients of the experts' matrices.
+    lines: tuple[tuple[float, float, int], ...] = ()
+    # parameters of a layer that a token meets; None: all. In a mixture a token meets a few of a layer's experts.
+    active_params: int | None = None
     slopes: int = 0  # number of tensors of the logits' size that the loss keeps beside the logits
     # For some tensors of a layer: the elements [start, stop) whose gradient is nothing but rounding error.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -227,6 +233,8 @@ def _sketched_anatomy(
         given_bytes=answer["given_bytes"][dtype],
         pair_given_bytes=answer["pair_given_bytes"][dtype],
         pair_boundaries=answer["pair_boundaries"][dtype],
+        lines=tuple((*factors, fixed) for *factors, fixed in answer["lines"][dtype]),
+        active_params=answer["active_params"],
         slopes=answer["slopes"],
         starts={name: (mean, std) for name, (mean, std) in answer["starts"].items()},
         ignored=tuple(answer["ignored"]),

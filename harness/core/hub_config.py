@@ -34,7 +34,14 @@ USUAL_NAMES = {
     "n_positions": "max_position_embeddings",
 }
 # fields of widths, which shrink with the hidden size
-WIDTH_FIELDS = ("intermediate_size", "head_dim", "n_inner")
+WIDTH_FIELDS = (
+    "intermediate_size",
+    "head_dim",
+    "n_inner",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
 # Other fields of whole numbers that this project reads; each may be missing.
 NUMBER_FIELDS = (*WIDTH_FIELDS, "num_key_value_heads", "sliding_window", "max_position_embeddings")
 MOST_COUNT = 10**9  # upper bound of every count, as in harness/core/job.py
@@ -95,6 +102,7 @@ IMPLEMENTATION_FIELDS = tuple(
     for name in ("{kind}_implementation", "_{kind}_implementation", "_{kind}_implementation_internal")
 )
 ATTENTION_NAMES = (None, "sdpa", "eager")
+EXPERTS_NAMES = (None, "grouped_mm")
 
 
 def read_config(path: Path) -> tuple[JsonObject, str]:
@@ -160,8 +168,9 @@ def _is_tied(whole: JsonObject, part: JsonObject) -> bool:
 def _check_implementations(config: JsonObject) -> None:
     """Raise RefusedModel if a field names code of attention or experts that is not transformers' own."""
     for field in IMPLEMENTATION_FIELDS:
-        if (value := config.get(field)) not in ATTENTION_NAMES:
-            known = " or ".join(filter(None, ATTENTION_NAMES))
+        names = EXPERTS_NAMES if "experts" in field else ATTENTION_NAMES
+        if (value := config.get(field)) not in names:
+            known = " or ".join(filter(None, names))
             raise RefusedModel("attention", field=field, known=known, value=f"{value!r:.60}")
 
 

@@ -194,6 +194,19 @@ class Workload:
         return self.end_params + self.num_layers * self.layer_params
 
     @property
+    def num_active_params(self) -> int:
+        """Number of parameters that a token meets. In a mixture of experts these are fewer than num_params."""
+        of_layer = self.anatomy.active_params
+        return self.end_params + self.num_layers * (self.layer_params if of_layer is None else of_layer)
+
+    @property
+    def params_text(self) -> str:
+        """The number of parameters as text, such as 1.717 B; of a mixture of experts also those that a token meets."""
+        active = self.num_active_params
+        others = f" ({params_text(active)} active)" if active < self.num_params else ""
+        return params_text(self.num_params) + others
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of one weight, gradient or activation in the dtype of the computation."""
         return 4 if self.dtype == "fp32" else 2
@@ -266,8 +279,12 @@ class Workload:
     def whole_layer_bytes(self) -> int:
         """Most bytes that the recompute and backward pass of a layer without blocks of tokens take at one time: its
         activations, their gradients, and one matrix's gradient before it is added to the sum."""
+        anatomy, boundary = self.anatomy, self.boundary_bytes // self.micro_batches
+        if anatomy.lines:
+            lines = ((factor + self.seq_len * pair, fixed) for factor, pair, fixed in anatomy.lines)
+            return max(int(factor * boundary) + fixed for factor, fixed in lines)
         activation_bytes = int(self.boundaries * self.boundary_bytes) // self.micro_batches
-        return activation_bytes + self.weight_bytes * math.prod(self.anatomy.layer_matrix)
+        return activation_bytes + self.weight_bytes * math.prod(anatomy.layer_matrix)
 
     @property
     def boundaries(self) -> float:

@@ -61,8 +61,15 @@ REASONS = {
     ),
     # Another kind of model.
     "mixture": (
-        "mixture of experts: a token passes a few of a layer's experts ({part}), but plans and slots count every tensor"
-        " of a layer for every token; try a dense model"
+        "mixture of experts: {part} computes each expert by itself, for as many tokens as chose it, so no plan can"
+        " count its memory before ({error} in {place}); try another mixture, such as one of models.yaml"
+    ),
+    "balance-loss": (
+        "its loss has a part for experts of equal use (output_router_logits), and losses here are of tokens alone;"
+        " write output_router_logits: false into config.json"
+    ),
+    "random": (
+        "it draws random numbers in its forward pass, and no two methods draw alike; write {fields} into config.json"
     ),
     "encoder-decoder": f"it is the decoder of an encoder-decoder model, or a bidirectional encoder; {ANOTHER}",
     "no-layers": "expected one list of its {num_layers} layers in {base}, got {lists}; " + OWN_SCRIPT,

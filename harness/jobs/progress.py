@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.base.console import counted, is_notebook, print_table, readable, terminal
 from harness.base.json_object import JsonObject
-from harness.core.job import Job, gib, params_text
+from harness.core.job import Job, gib
 from harness.core.record import Record
 from harness.devices.room import device_limit_bytes, host_limit_bytes
 from harness.plan import run_time
@@ -118,7 +118,7 @@ class _Lines:
         if (run_seconds := event.get("run_seconds", 0.0)) >= LEAST_RUN_SECONDS:
             durations += f"; takes about {run_time.duration_text(run_seconds)}"
         self.write(
-            f"{_job_title(event)}: {params_text(job.workload.num_params)} parameters,{options or ' no options'}; plan:"
+            f"{_job_title(event)}: {job.workload.params_text} parameters,{options or ' no options'}; plan:"
             f" device {gib(plan.device_bytes)}, host {gib(plan.host_bytes)}{durations}"
         )
         if LEAST_REMAINING_SECONDS < total_seconds <= run_time.LONG_SECONDS:
@@ -243,7 +243,7 @@ def job_result_line(record: Record, has_options: bool = True) -> str:
     """Return a job's result as one line of text: parameters, samples/s, peak memory and budget, the gate's verdict."""
     job, load, gate = record.job, record.job.workload, record.gate
     options = "".join(f" {name}={value}" for name, value in job.options.items()) if has_options else ""
-    title = f"{job.method}{options}, {load.layers_text}, {params_text(load.num_params)} parameters"
+    title = f"{job.method}{options}, {load.layers_text}, {load.params_text} parameters"
     if record.status != "ok":
         return f"{title}: {record.status}: {record.reason}"
     speed = f"{record.samples_per_second:.3g} samples/s" if record.samples_per_second else "no throughput"

@@ -34,7 +34,7 @@ from harness.core.anatomy import MOST_INNER_ELEMENTS, TRANSFORMERS_MISSING, bloc
 from harness.core.hub_config import narrowed
 from harness.core.job import Workload
 from harness.core.refusals import RefusedModel, Unavailable
-from harness.models import token_blocks
+from harness.models import grouped_experts, token_blocks
 from harness.models.gpt import DTYPES, Bend, HeadLoss
 from harness.models.grouped_heads import takes_groups
 
@@ -173,6 +173,8 @@ def hub_layer(workload: Workload, index: int) -> nn.Module:
         layer: nn.Module = copy.deepcopy(parts.layers[index])
     _set_blocks(workload, [layer])
     layer.register_forward_pre_hook(functools.partial(parts.give, index), with_kwargs=True)
+    if buffers := _own_buffers(layer):
+        layer.register_forward_pre_hook(functools.partial(_bring, buffers))
     layer.register_forward_hook(_only_hidden)
     return layer
 
@@ -357,13 +359,13 @@ def config_to_save(workload: Workload) -> Any:
 @functools.cache
 def library() -> Any:
     """Import the module transformers and return it. From then on its attention groups heads only where torch should get
-    them so (grouped_heads.py). If transformers is missing, raises Unavailable, whose text names the command that
-    installs it."""
+    them so (grouped_heads.py), and experts compute on tensors without memory (grouped_experts.py). If transformers is
+    missing, raises Unavailable, whose text names the command that installs it."""
     # configurations are local files, so transformers need not ask a server
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import transformers
-        from transformers.integrations import sdpa_attention
+        from transformers.integrations import moe, sdpa_attention
     except ImportError as error:
         raise Unavailable(TRANSFORMERS_MISSING) from error
     transformers.utils.logging.set_verbosity_error()
@@ -373,6 +375,7 @@ def library() -> Any:
         return may_group(attention_mask, key, value) and takes_groups(key)
 
     sdpa_attention.use_gqa_in_sdpa = may_group_now
+    grouped_experts.adapt(moe)
     return transformers
 
 
@@ -506,9 +509,41 @@ def _compute_buffers(causal: Any) -> None:
             continue
         has_weights = any(True for _ in module.parameters())
         if has_weights or not hasattr(module, "config") or f".{list_name(causal.base_model)}." in name:
-            raise RefusedModel("buffers", part=f"{name} ({type(module).__name__})")
+            if not _start_buffers(causal, module):
+                raise RefusedModel("buffers", part=f"{name} ({type(module).__name__})")
+            continue
         with torch.device("cpu"):
             causal.set_submodule(name, type(module)(module.config))
+
+
+def _start_buffers(causal: Any, module: nn.Module) -> bool:
+    """Set the buffers of a module with weights to the values from which transformers starts them, such as the zeros
+    that a router adds to its scores. Return False if transformers does not set them all."""
+    for name, buffer in module._buffers.items():
+        if buffer is None or not buffer.is_floating_point():
+            return False
+        module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device="cpu")
+    causal._init_weights(module)  # the weights have no memory, so only the buffers change
+    return not any(bool(buffer.isnan().any()) for _, buffer in module.named_buffers(recurse=False))
+
+
+def _own_buffers(layer: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the layer's buffers, each with its module and its name there."""
+    named = [(module, name, buffer) for module in layer.modules() for name, buffer in module._buffers.items()]
+    return [(module, name, buffer) for module, name, buffer in named if buffer is not None]
+
+
+def _bring(buffers: list[tuple[nn.Module, str, Tensor]], layer: nn.Module, args: Any) -> None:
+    """Hook before a layer's forward pass: move the layer's buffers to the memory of its input."""
+    x = args[0]
+    for module, name, buffer in buffers:
+        held = module._buffers[name]
+        assert held is not None
+        if held.device == x.device and isinstance(held, FakeTensor) == isinstance(x, FakeTensor):
+            continue
+        module._buffers[name] = (
+            buffer.to(x.device) if grouped_experts.has_memory(x) else _like(x.device, buffer)
+        )
 
 
 def _like(device: torch.device, tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from harness.core.job import Workload
 from harness.core.refusals import RefusedModel
 from harness.devices.memory_account import SIM_NAME
 from harness.devices.memory_rehearsal import without_memory
-from harness.models import model
+from harness.models import grouped_experts, model
 from harness.models.gpt import DTYPES
 from harness.models.hub_model import (
     HubEmbedding,
@@ -56,7 +56,10 @@ MOST_COMPARED = 2**22  # most parameters of a model that is compared at its own 
 # codes of RefusedModel for which the narrow model's sizes alone may be the reason
 OF_SIZES = ("heads", "rejected-field", "rejected", "unmade")
 # pattern of the class names of transformers' modules that send each token through a few of several experts
-EXPERTS = re.compile(r"(Experts|Router|MoE|Moe|MoeBlock|MoELayer)$")
+MIXTURE = re.compile(r"(Experts|Router|MoE|Moe|MoeBlock|MoELayer)$")
+NOISE_SUFFIX = (
+    "_jitter_noise"  # ends names of fields with the size of the noise that a router adds in training
+)
 # By the name of a buffer that older versions of transformers wrote into files: the pattern of its full names there.
 OLDER_BUFFERS = {"inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 GRADIENT_TOLERANCE = 1e-5  # largest relative difference between the parts' gradients and the whole model's
@@ -64,6 +67,14 @@ COUNTED_TOKENS = (64, 128)  # lengths of the two samples whose operations are co
 # Number of tokens in which activations are measured. It is so large that a weight's memory is negligible beside the
 # activations' memory.
 MEASURED_TOKENS = 2**16
+# Likewise, the fewest and the most tokens of a mixture of experts. The gradients of its matrices are as large as the
+# activations of many more tokens than a dense layer's.
+FEW_TOKENS, MANY_TOKENS = 16, 2**20
+MOST_LINES = 4  # most lines of a mixture's memory beside the lowest and the highest
+SAME_SHARE = 1e-3  # a line that is higher than others by a smaller share is left out
+LEAST_FIXED = 2**16  # bytes; matrices whose gradients are smaller need no further line
+# A vector whose elements are at most this many standard deviations of matrices is drawn as matrices are.
+MOST_DEVIATIONS = 6.0
 MOST_SAMPLE_TOKENS = 1024  # most tokens of one sample while activations are measured
 # Most bytes of private memory of a sketch's process, because a config.json may ask for any size. The sketch of Qwen3-8B
 # took 0.5 GiB.
@@ -88,7 +99,7 @@ def sketch(workload: Workload) -> dict[str, Any]:
     matrices = [table, *(shape for shape in head.values() if len(shape) > 1)]
     if matrices != [size, size] or any(shape[1:] != size[1:] for shape in positions):
         raise RefusedModel("ends", vocab_size=size[0], hidden_size=size[1])
-    token_flops, pair_flops = layer_work(workload)
+    token_flops, pair_flops, active_params = layer_work(workload)
     fp32, half = activation_memory(workload), activation_memory(replace(workload, dtype="bf16"))
     return {
         "embedding": embedding,
@@ -97,6 +108,7 @@ def sketch(workload: Workload) -> dict[str, Any]:
         "layer_prefix": prefix_of(whole),
         "token_flops": token_flops,
         "pair_flops": pair_flops,
+        "active_params": active_params,
         **{name: {"fp32": fp32[name], "half": half[name]} for name in fp32},
         "slopes": keeps_slopes(workload),
         "starts": starts,
@@ -122,13 +134,13 @@ def check_kind(causal: Any) -> None:
     """Raise RefusedModel if the model has modules or settings that the harness cannot take apart. The reasons are in
     the order in which they tell most."""
     base, config = causal.base_model, causal.config
-    if experts := [name for name, child in causal.named_modules() if EXPERTS.search(type(child).__name__)]:
-        raise RefusedModel("mixture", part=experts[0])
     if getattr(config, "is_encoder_decoder", False) or "encoder" in base._modules:
         raise RefusedModel("encoder-decoder")
     held = {list_name(base), norm_name(base)}
     if not causal.supports_gradient_checkpointing:
         raise RefusedModel("no-checkpoints")
+    if getattr(config, "output_router_logits", False):
+        raise RefusedModel("balance-loss")
     for name, child in base.named_children():
         if name not in held and not isinstance(child, nn.Embedding) and any(True for _ in child.parameters()):
             raise RefusedModel("before-layers", part=f"{name} ({type(child).__name__})")
@@ -211,6 +223,7 @@ def prove(small: Workload) -> dict[str, tuple[float, float]]:
     for layer in layers:
         x = layer(x)
     if not torch.equal(ends.logits(x), logits):
+        check_repeats(whole, inputs, logits)
         raise RefusedModel("other-logits")
     ends.loss(x, targets).backward()
     for names, part in parts.items():
@@ -221,6 +234,14 @@ def prove(small: Workload) -> dict[str, tuple[float, float]]:
             if float((grad - expected).norm()) > GRADIENT_TOLERANCE * float(expected.norm()):
                 raise RefusedModel("other-gradient", part=names + name)
     return starts
+
+
+def check_repeats(whole: Any, inputs: Tensor, logits: Tensor) -> None:
+    """Raise RefusedModel if the whole model gives other logits than before, because it draws random numbers."""
+    if torch.equal(whole(input_ids=inputs, use_cache=False).logits, logits):
+        return
+    fields = [name for name, value in whole.config.to_dict().items() if name.endswith(NOISE_SUFFIX) and value]
+    raise RefusedModel("random", fields=", ".join(f"{name}: 0" for name in fields) or "its noise as 0")
 
 
 def narrow(workload: Workload) -> Workload:
@@ -248,25 +269,48 @@ def within(name: str, prefix: str) -> str:
 
 def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
     """Return the mean and the standard deviation of a tensor's starting values. Raises RefusedModel if the elements
-    of a vector start from different values."""
-    if weight.ndim > 1:
-        return 0.0, float(getattr(whole.config, "initializer_range", 0.02))
-    first = float(weight.detach()[0])
-    if not torch.equal(weight, torch.full_like(weight, first)):
+    of a vector start from different values that transformers does not draw as those of matrices."""
+    drawn = 0.0, float(getattr(whole.config, "initializer_range", 0.02))
+    first = float(weight.detach().flatten()[0])
+    if torch.equal(weight, torch.full_like(weight, first)):
+        return first, 0.0
+    if weight.ndim == 1 and float(weight.detach().abs().max()) > MOST_DEVIATIONS * drawn[1]:
         raise RefusedModel("starts", part=name)
-    return first, 0.0
+    return drawn
 
 
-def layer_work(workload: Workload) -> tuple[int, int]:
-    """Return two numbers of operations: a layer's for each token, and attention's for each pair of tokens in a sample.
-    Causal attention takes half the operations of full attention, except for plain attention (is_plain)."""
+def layer_work(workload: Workload) -> tuple[int, int, int]:
+    """Return two numbers of operations, a layer's for each token, and attention's for each pair of tokens in a sample,
+    and the number of the layer's parameters that a token meets (active_params()). Causal attention takes half the
+    operations of full attention, except for plain attention (is_plain)."""
     layer, operations = model.new_layer(workload, 0), []
+    unused = count_unused(layer)
     for tokens in COUNTED_TOKENS:
         with FlopCounterMode(display=False) as counter:
             layer(torch.empty((1, tokens, workload.hidden_size), device="meta"))
         operations.append(counter.get_total_flops() // tokens)
     pair = (operations[1] - operations[0]) // (COUNTED_TOKENS[1] - COUNTED_TOKENS[0])
-    return operations[0] - pair * COUNTED_TOKENS[0], pair if is_plain(workload) else pair // 2
+    active_params = sum(weight.numel() for weight in layer.parameters()) - sum(unused.values())
+    return operations[0] - pair * COUNTED_TOKENS[0], pair if is_plain(workload) else pair // 2, active_params
+
+
+def experts_of(module: nn.Module) -> list[Any]:
+    """Return the modules within `module` that hold the matrices of several experts, of which each token meets a few."""
+    return [child for child in module.modules() if hasattr(child, grouped_experts.MARK)]
+
+
+def count_unused(module: nn.Module) -> dict[nn.Module, int]:
+    """Return a table that the module's next forward pass fills: by the module of experts, the number of its parameters
+    that a token does not meet."""
+    unused: dict[nn.Module, int] = {}
+
+    def when_routed(experts: Any, args: Any) -> None:
+        num_params = sum(weight.numel() for weight in experts.parameters())
+        unused[experts] = num_params - num_params * args[1].shape[-1] // experts.num_experts
+
+    for experts in experts_of(module):
+        experts.register_forward_pre_hook(when_routed)
+    return unused
 
 
 def is_plain(workload: Workload) -> bool:
@@ -280,9 +324,11 @@ def keeps_slopes(workload: Workload) -> int:
     return int(bend is not None and isinstance(bend(torch.zeros(1))[1], Tensor))
 
 
-def activation_memory(workload: Workload) -> dict[str, float]:
+def activation_memory(workload: Workload) -> dict[str, Any]:
     """Return the memory of activations in this workload's dtype, as fields of an Anatomy."""
     tokens = sample_tokens(workload)
+    if experts_of(model.new_layer(workload, 0)):
+        return mixture_memory(workload, tokens)
     at_all, pair = boundaries(workload, tokens), 0.0
     if is_plain(workload):  # a second length tells which part of the memory grows with a sample's length
         pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
@@ -290,10 +336,66 @@ def activation_memory(workload: Workload) -> dict[str, float]:
     return {
         "boundaries": at_all - pair * tokens,
         "pair_boundaries": pair,
+        "lines": [],
         "head_boundaries": head_boundaries(workload),
         "given_bytes": extra_bytes,
         "pair_given_bytes": given_pair,
     }
+
+
+def mixture_memory(workload: Workload, tokens: int) -> dict[str, Any]:
+    """Return the memory of activations of a mixture of experts, as activation_memory() does, where the gradients of the
+    experts' matrices are no smaller than the activations of many tokens. `tokens`: the length of a sample."""
+    lines = [(factor, 0.0, fixed) for factor, fixed in memory_lines(workload, tokens)]
+    factor, pair = max(lines)[0], 0.0
+    if is_plain(
+        workload
+    ):  # then one line above all, because each line would grow otherwise with a sample's length
+        pair = (factor - max(memory_lines(workload, tokens // 2))[0]) / (tokens - tokens // 2)
+        factor -= pair * tokens
+        lines = [(factor, pair, max(fixed for _, _, fixed in lines))]
+    extra_bytes, given_pair = given_bytes(workload)
+    return {
+        "boundaries": factor,
+        "pair_boundaries": pair,
+        "lines": lines,
+        "head_boundaries": head_boundaries(workload),
+        "given_bytes": extra_bytes,
+        "pair_given_bytes": given_pair,
+    }
+
+
+def memory_lines(workload: Workload, tokens: int) -> list[tuple[float, int]]:
+    """Return lines (factor, fixed): the recompute and backward pass of a layer on an input of x bytes takes at most the
+    largest of factor * x + fixed bytes. At few tokens it is the line with the gradients of the experts' matrices, at
+    many tokens the line with the activations. `tokens`: the length of the samples, shorter if there is only one."""
+    dtype = DTYPES[workload.dtype]
+    token_bytes = workload.hidden_size * dtype.itemsize
+
+    def taken(num_tokens: int) -> int:
+        length = min(tokens, num_tokens)
+        size = (num_tokens // length, length, workload.hidden_size)
+        return peak(model.new_layer(workload, 0), size, dtype)
+
+    def line_at(num_tokens: int, step: int) -> tuple[float, int]:
+        at_first, at_second = taken(num_tokens), taken(num_tokens + step)
+        factor = (at_second - at_first) / (step * token_bytes)
+        return factor, round(at_first - factor * num_tokens * token_bytes)
+
+    def between(low: tuple[float, int], high: tuple[float, int], most: int) -> list[tuple[float, int]]:
+        """Return the lines that are above both lines `low` and `high` where these meet; at most `most` lines."""
+        if most == 0 or high[0] <= low[0] or low[1] - high[1] < LEAST_FIXED:
+            return []
+        meeting = (low[1] - high[1]) / ((high[0] - low[0]) * token_bytes)
+        num_tokens = max(1, round(meeting / tokens)) * tokens if meeting > tokens else max(1, round(meeting))
+        if taken(num_tokens) <= (1 + SAME_SHARE) * (low[0] * num_tokens * token_bytes + low[1]):
+            return []
+        line = line_at(num_tokens, min(num_tokens, tokens))
+        return [*between(low, line, most // 2), line, *between(line, high, most // 2)]
+
+    low = line_at(FEW_TOKENS, FEW_TOKENS)
+    high = line_at(MANY_TOKENS, MANY_TOKENS)
+    return [low, *between(low, high, MOST_LINES), high]
 
 
 def sample_tokens(workload: Workload) -> int:
@@ -395,7 +497,18 @@ def answer(config: dict[str, Any]) -> dict[str, Any]:
             return {"refused": ["memory", {"gib": MOST_BYTES // 2**30}]}
         if is_own(error):
             raise
+        if part := mixture_part(config):
+            values = {"part": part, "error": type(error).__name__, "place": place_of(error)}
+            return {"refused": ["mixture", values]}
         return {"refused": ["apart", {"error": type(error).__name__, "place": place_of(error)}]}
+
+
+def mixture_part(config: dict[str, Any]) -> str:
+    """Return the name of the first module of a mixture of experts in the configuration's model; empty if none is."""
+    sizes = hub_config.sizes_of(config)
+    causal = without_values(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))
+    experts = (name for name, child in causal.named_modules() if MIXTURE.search(type(child).__name__))
+    return next(experts, "")
 
 
 def is_own(error: Exception) -> bool:

@@ -85,7 +85,7 @@ class Entry:
     @property
     def title(self) -> str:
         load = self.record.job.workload
-        size = f"{counted(load.num_layers, 'layer')}, {params_text(load.num_params)} parameters"
+        size = f"{counted(load.num_layers, 'layer')}, {load.params_text} parameters"
         return f"{self.record.job.method}, {size}" + (
             "" if self.record.origin == "run" else f" ({IMPORTED_LOG_TEXT})"
         )
@@ -394,7 +394,7 @@ def advice_table(advice: Advice, entries: Sequence[Entry]) -> DataFrame:
     """Return a table with a row for each method: its predicted step time on the machine of the records, and the
     measured step times of its runs."""
     load = advice.workload
-    size = f"{params_text(load.num_params)} parameters, {load.batch_size} x {load.seq_len} tokens a step, {load.dtype}"
+    size = f"{load.params_text} parameters, {load.batch_size} x {load.seq_len} tokens a step, {load.dtype}"
     rows = []
     for row in advice.decision(list(method.loadable(()))).rows:
         if "error" in row:

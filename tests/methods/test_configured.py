@@ -13,7 +13,7 @@ from harness.core.method import check, create, loadable
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from tests.methods.test_agree import difference, largest_difference
-from tests.support.configured import FAMILIES, OTHERS, config_of, configured
+from tests.support.configured import FAMILIES, MIXTURES, OTHERS, config_of, configured
 from tests.support.training import train, train_resident
 
 STEPS = 4
@@ -56,6 +56,19 @@ def test_so_it_has_for_other_families(family: str) -> None:
     workload = configured(family)
     streamed = train("stronghold", workload, STEPS, placement="W3", window_size=2)
     assert difference(streamed, train_resident(workload, STEPS)) == ""
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", *(pytest.param(name, marks=pytest.mark.heavy) for name in MIXTURES if name != "mixtral")],
+)
+def test_so_it_has_for_mixtures_of_experts(family: str, dtype: str) -> None:
+    workload = configured(family, dtype=dtype)
+    resident = train_resident(workload, STEPS)
+    for method, options in STREAMED:
+        assert difference(train(method, workload, STEPS, **options), resident) == "", (method, options)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,18 @@ from harness.core.job import Workload
 from harness.models import named_models
 from harness.models.model import new_ends, new_layer
 
-# Families that are tested in depth; megatron-lm has layers of these alone.
-FAMILIES = ("llama", "llama3.1", "qwen2", "qwen3", "mistral")
-TINY = [name.removeprefix("tiny-") for name in named_models.several("tiny-*")]
-OTHERS = [family for family in TINY if family not in FAMILIES]
-
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
     model = named_models.load(f"tiny-{family}")
     assert isinstance(model, named_models.ConfiguredModel)
     return {**model.config, **changes}
+
+
+# Families that are tested in depth; megatron-lm has layers of these alone.
+FAMILIES = ("llama", "llama3.1", "qwen2", "qwen3", "mistral")
+TINY = [name.removeprefix("tiny-") for name in named_models.several("tiny-*")]
+MIXTURES = [family for family in TINY if "num_experts_per_tok" in str(config_of(family))]
+OTHERS = [family for family in TINY if family not in (*FAMILIES, *MIXTURES)]
 
 
 def configured(family: str, **changes: Any) -> Workload:
