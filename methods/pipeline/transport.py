@@ -228,9 +228,8 @@ def _open_store(rank: int, time_limit: timedelta) -> Any:
         if opens_store:
             raise
         store_owner = "the agent" if is_agent_store else "rank 0"
-        raise LostPeer(
-            f"{store_owner} did not answer at {host}:{port} within {time_limit.total_seconds():g} s"
-        ) from error
+        text = f"{store_owner} did not answer at {host}:{port} within {time_limit.total_seconds():g} s"
+        raise naming_ranks(LostPeer(text), [] if is_agent_store else [0]) from error
     return dist.PrefixStore(f"pipeline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 

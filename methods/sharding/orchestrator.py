@@ -210,9 +210,7 @@ class ModelOrchestrator:
         """Read the tasks, which a script may still change before the training."""
         self.settings = [task.settings for task in self.tasks]
         max_norms = [task.max_norm for task in self.tasks]
-        self.options = dataclasses.replace(
-            self.options, max_norms=max_norms, device_memory=self.device_memory
-        )
+        self.options = dataclasses.replace(self.options, max_norms=max_norms)
         keeps_graphs = self.options.intermediates == "saved"
         self.trainings = [
             TaskSettings(task.max_norm, task.update, keeps_graphs=keeps_graphs) for task in self.tasks
@@ -382,7 +380,8 @@ class ModelOrchestrator:
                 lock_slabs(device, self.models)
                 devices: list[Any] = [LocalDevice(Worker(device, self.models, self.options))]
             else:
-                devices = start_processes(self.devices, self.models, self.options, stack)
+                options = dataclasses.replace(self.options, device_memory=self.device_memory)
+                devices = start_processes(self.devices, self.models, options, stack)
             splits: list[tuple[int, int]] = []
             if self.device_memory is not None and any(not name.startswith("cpu") for name in self.devices):
                 batches = [task.first_batch() for task in self.tasks]

@@ -486,6 +486,20 @@ def test_a_peer_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         join(1.0)
 
 
+def test_a_rank_that_finds_no_store_names_the_rank_that_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank, unless torchrun's agent has a store; nothing listens at the port."""
+    addresses = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0]}
+    for name, value in addresses.items():
+        monkeypatch.setenv(name, str(value))
+    lost_ranks = {}
+    for is_agent_store in ("True", "False"):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", is_agent_store)
+        with pytest.raises(LostPeer, match="did not answer at") as error:
+            join(1.0)
+        lost_ranks[is_agent_store] = error.value.lost_ranks  # type: ignore[attr-defined]
+    assert lost_ranks == {"True": [], "False": [0]}
+
+
 def test_all_ranks_take_the_cpu_and_the_first_says_so_if_a_machine_has_fewer_gpus_than_ranks(
     trained: dict[str, list[Any]],
 ) -> None:
