@@ -43,7 +43,7 @@ def _script_settings(name: str) -> dict[str, Any]:
     """Return what a script of DeepSpeed differs in: the configuration with which the cell's run trains, and how its
     loop calls the engine."""
     from methods.engines.deepspeed import engine_config
-    from methods.engines.deepspeed_config import DeepSpeedMethod
+    from methods.engines.deepspeed_method import DeepSpeedMethod
 
     row, load = ROWS[name], workload_of(name)
     trained = method.create(row.method, dict(row.options))

@@ -14,14 +14,9 @@ from harness.base.json_object import JsonObject
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Training, Unavailable
 from harness.core.option import with_option
-from methods.engines.deepspeed_config import (
-    OFFLOADS,
-    DeepSpeedMethod,
-    EngineSettings,
-    stage_config,
-    zero_plan,
-)
+from methods.engines.deepspeed_config import OFFLOADS, EngineSettings, stage_config, zero_plan
 from methods.engines.deepspeed_file import DeepSpeedFile
+from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.engines.user_config import UNSAID, Options, fill_in, settled_options
 from methods.shared.data_parallel import RANKS, rank_part
 

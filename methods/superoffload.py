@@ -12,7 +12,8 @@ from harness.base.json_object import JsonObject
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Training, Unavailable
 from harness.devices import machine
-from methods.engines.deepspeed_config import DeepSpeedMethod, stage_3_config, stage_3_plan, sub_group_numels
+from methods.engines.deepspeed_config import stage_3_config, stage_3_plan, sub_group_numels
+from methods.engines.deepspeed_method import DeepSpeedMethod
 
 GPU_ONLY = "DeepSpeed runs SuperOffload on NVIDIA GPUs only: on a CPU take zero-infinity"
 HOST_SHARE = 0.9  # the host updates this share of the sub-groups, rounded up, as in DeepSpeed's examples

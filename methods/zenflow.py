@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from harness.base.json_object import JsonObject
 from harness.core.job import Plan, Room, Workload
-from methods.engines.deepspeed_config import DeepSpeedMethod, activation_bytes, stage_2_config
+from methods.engines.deepspeed_config import activation_bytes, stage_2_config
+from methods.engines.deepspeed_method import DeepSpeedMethod
 
 
 @dataclass(frozen=True)

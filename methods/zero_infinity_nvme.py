@@ -20,7 +20,6 @@ from harness.core.job import Plan, Room, Workload, gib
 from harness.core.method import Training, Unavailable
 from harness.core.option import with_option
 from methods.engines.deepspeed_config import (
-    DeepSpeedMethod,
     EngineSettings,
     is_kernel_built,
     missing_to_build,
@@ -29,6 +28,7 @@ from methods.engines.deepspeed_config import (
     stage_3_exchanged,
     stage_3_summed,
 )
+from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import RANKS, rank_part
 from methods.shared.memory_needs import DISK, writable_folder
 

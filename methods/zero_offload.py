@@ -9,7 +9,8 @@ from harness.base.json_object import JsonObject
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import ForecastTest
 from harness.core.option import with_option
-from methods.engines.deepspeed_config import DeepSpeedMethod, stage_2_config, stage_2_plan
+from methods.engines.deepspeed_config import stage_2_config, stage_2_plan
+from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.shared.data_parallel import RANKS, rank_part
 
 

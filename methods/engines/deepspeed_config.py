@@ -7,21 +7,17 @@ DeepSpeed can bind ranks to cores. The harness does not let it, because a single
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 from harness.base.checkout import ROOT
 from harness.base.json_object import JsonObject
 from harness.core import native_build
 from harness.core.job import Plan, Room, Workload
-from harness.core.method import Training
 from harness.plan.resources import all_reduce_sent_bytes, gather_sent_bytes
-from methods.engines.release import Release, ReleasedMethod
+from methods.engines.release import Release
 from methods.shared.memory_needs import (
-    describe,
     gathered_params,
     micro_batch_workload,
     num_vector_params,
@@ -313,71 +309,3 @@ def stage_3_exchanged(workload: Workload, num_ranks: int) -> dict[str, float]:
         kind: gather_sent_bytes(workload.micro_batches * size * count, num_ranks)
         for kind, count in sent.items()
     }
-
-
-class DeepSpeedMethod(ReleasedMethod):
-    """The base class of the DeepSpeed methods: a subclass gives its configuration of ZeRO and its memory plan."""
-
-    package = "deepspeed"
-    color = "#E7D6EF"
-    log_dialect = "deepspeed"
-    adam = "deepspeed"  # the host's Adam: a key of ADAMS
-    reentrant = False  # True: use torch's older recompute
-    world_size = 1  # ranks
-    accumulates = True
-    accumulation = "engine"  # a key of ACCUMULATIONS
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("adam", ADAMS), ("accumulation", ACCUMULATIONS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        super().__post_init__()
-
-    @property
-    def kernel(self) -> str | None:
-        """Return the name of the DeepSpeed kernel that must be compiled before a run; None if no kernel is needed."""
-        return "cpu_adam" if self.adam == "deepspeed" else None
-
-    def zero(self, workload: Workload, *, is_on_gpu: bool) -> JsonObject:
-        """Return the entry zero_optimization of DeepSpeed's configuration. Each subclass defines this method."""
-        raise NotImplementedError
-
-    def settings(self, workload: Workload, *, is_on_gpu: bool) -> EngineSettings:
-        zero = self.zero(workload, is_on_gpu=is_on_gpu)
-        return EngineSettings(
-            zero, self.adam, self.reentrant, self.world_size, self.other_release, self.accumulation
-        )
-
-    def missing(self, device: str) -> str | None:
-        if not find_spec("deepspeed"):
-            return NEEDS_DEEPSPEED
-        return missing_to_build(self.kernel, self.other_release) if self.kernel else None
-
-    @property
-    def build_seconds(self) -> int:  # type: ignore[override]
-        return KERNELS[self.kernel][1] if self.kernel else 0
-
-    def to_build(self) -> str | None:
-        texts, kernel, release = [super().to_build()], self.kernel, self.other_release
-        if kernel and not is_kernel_built(kernel, release) and not missing_to_build(kernel, release):
-            texts.append(f"DeepSpeed's {kernel}, once, about {self.build_seconds} seconds on two cores")
-        return "; ".join(filter(None, texts)) or None
-
-    def build(self) -> None:
-        from methods.engines import deepspeed
-
-        super().build()
-        if self.kernel:
-            deepspeed.compile_kernel(self.kernel, self.other_release)
-
-    def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        row = describe(workload, self.implementation, ADAMS[self.adam])
-        recompute = f"{row['recompute']}{', reentrant' if self.reentrant else ''}"
-        return {**row, "recompute": recompute, "clipping": "global norm, by the engine"}
-
-    def train(self, workload: Workload, batches, device: str) -> Training:
-        from methods.engines import deepspeed
-
-        with ExitStack() as open_context:
-            settings = self.settings(workload, is_on_gpu=device == "cuda")
-            return (yield from deepspeed.train(workload, batches, device, settings, open_context))

@@ -21,7 +21,8 @@ from harness.jobs.sweep import Sweep
 from harness.plan.fit import resolve
 from methods.engines import deepspeed_file
 from methods.engines.deepspeed import engine_config
-from methods.engines.deepspeed_config import DeepSpeedMethod, zero_plan
+from methods.engines.deepspeed_config import zero_plan
+from methods.engines.deepspeed_method import DeepSpeedMethod
 from tests.support import cli
 
 OURS = Path(__file__).parent / "configurations"

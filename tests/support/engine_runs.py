@@ -17,7 +17,7 @@ import torch.distributed as dist
 from harness.core.job import Room, Workload
 from harness.models import gpt
 from methods.engines import deepspeed, deepspeed_config
-from methods.engines.deepspeed_config import DeepSpeedMethod
+from methods.engines.deepspeed_method import DeepSpeedMethod
 from methods.superoffload import SuperOffload
 from tests.support.training import TrainingResult, train
 
