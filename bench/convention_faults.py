@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from bench import routing_faults
 from harness.core import hub_config
 from harness.core.job import Workload
 
@@ -40,6 +41,7 @@ def of(workload: Workload) -> dict[str, Breaks]:
         found["keys and values swapped"] = _swapped("self_attn", "k_proj", "v_proj")
         if config.get("num_key_value_heads", workload.num_heads) != workload.num_heads:
             found["queries of the next group of keys"] = _other_groups
+    found |= routing_faults.of(layer)
     rope = {"rope_theta": config.get("rope_theta", 1e4), **(config.get("rope_parameters") or {})}
     if rope["rope_theta"] != 1e4:
         found["angles of base 10,000"] = lambda model: _other_angles(model, rope_theta=1e4)
@@ -321,4 +323,4 @@ OF_KINDS: dict[str, dict[str, Breaks]] = {
 }
 # The entries below are no faults, but other roundings of half precision. The gate passes these roundings, unless the
 # method promises the reference's bits.
-ROUNDED: dict[str, Breaks] = {"norms rounded after their weight alone": _torch_norms}
+ROUNDED: dict[str, Breaks] = {"norms rounded after their weight alone": _torch_norms, **routing_faults.TIES}

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from bench import convention_faults, gate_power
+from bench import convention_faults, gate_power, routing_faults
 from bench.gate_power import PowerCase
 from harness.core.record import Record
 from harness.gate import departures
@@ -58,6 +58,7 @@ BROKEN = {
     "olmo2": ["a norm for each head", "norms before attention and MLP"],
     "phi3": ["keys and values swapped", "gate and up projection swapped"],
     "smollm3": ["every layer rotated"],
+    "mixtral": [*routing_faults.FAULTS],
 }
 TOKENS = {"qwen3": 64}  # of a sample: angles that are merely rounded show in long ones
 STEPS = 4  # of a probe: each of these faults shows in the forward pass
@@ -113,6 +114,15 @@ def test_a_norm_or_a_softmax_rounded_otherwise_in_bf16_is_seen_where_bits_are_pr
     reference = trained(case_of("llama3.1", "bf16").reference())
     trial = Trial(trained(case_of("llama3.1", "bf16", **options)), reference)
     assert departures.rounding_departure(trial, is_held_to_bits=True) is not None
+
+
+@pytest.mark.heavy
+def test_another_choice_among_experts_of_the_same_score_is_no_fault() -> None:
+    reference, rounded = honest("mixtral")
+    trial = Trial(
+        trained(case_of("mixtral", fault=next(iter(routing_faults.TIES)))), reference, tuple(rounded.models())
+    )
+    assert departures.rounding_departure(trial, is_held_to_bits=False) is None
 
 
 @pytest.mark.heavy
