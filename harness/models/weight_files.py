@@ -44,6 +44,9 @@ NOT_COMPUTED = {
     "pretraining_tp",
     "use_cache",
 }
+FIRST_EXPERT = (
+    ".experts.0."  # part of tensors' names in files that hold the matrices of each expert by themselves
+)
 OTHER_HEAD = "embed_out.weight"  # name of the head's matrix in the files of some families of models
 
 
@@ -257,6 +260,10 @@ def _opened(files: dict[str, str], folder: Path, name: str, framework: str) -> I
     if longer := next((stored for stored in files if stored.endswith(f".{name}")), None):
         message = f"got {longer}; save the files again without {longer.removesuffix(name)} before each name"
         raise ValueError(f"{folder}: expected weights of {name}, {message}")
+    if single := next((stored for stored in files if FIRST_EXPERT in stored), None):
+        message = f"got a tensor for each expert ({single}), which transformers joins when it loads them"
+        way = "write model.state_dict() of from_pretrained with save_file of safetensors.torch, into a new folder"
+        raise ValueError(f"{folder}: expected weights of {name}, {message}; {way}")
     raise ValueError(f"{folder}: expected weights of {name}, got none of this name; try --model {folder}")
 
 

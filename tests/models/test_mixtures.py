@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +18,7 @@ from harness.core.data import token_batches
 from harness.core.job import Room, Workload
 from harness.core.method import create
 from harness.devices.memory_account import Tracker
-from harness.models import grouped_experts, hub_model, named_models
+from harness.models import grouped_experts, hub_model, named_models, weight_files
 from harness.models.hub_model import library
 from harness.models.model import build, new_layer
 from harness.plan import sketch
@@ -147,6 +149,32 @@ def test_biases_of_experts_start_from_zeros_as_in_transformers() -> None:
     named = dict(build(configured("gpt_oss")).named_parameters())
     biases = [weight for name, weight in named.items() if "experts" in name and name.endswith("bias")]
     assert biases and not any(weight.detach().any() for weight in biases)
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Workload:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    return configured("qwen3_moe", weights=str(folder))
+
+
+def test_weights_are_read_as_transformers_holds_them_in_memory(tmp_path: Path) -> None:
+    causal = hub_model.transformers_model(config_of("qwen3_moe"), torch.float32)
+    tensors = {name: weight.detach().clone() for name, weight in causal.named_parameters()}
+    workload = write(tmp_path, tensors)
+    weight_files.check(workload)
+    assert all(torch.equal(weight, tensors[name]) for name, weight in build(workload).named_parameters())
+
+
+def test_files_of_single_experts_are_refused_with_the_call_that_joins_them(tmp_path: Path) -> None:
+    causal = hub_model.transformers_model(config_of("qwen3_moe"), torch.float32)
+    tensors = {name: weight.detach().clone() for name, weight in causal.named_parameters()}
+    for name in [name for name in tensors if "experts" in name]:
+        for number, matrix in enumerate(tensors.pop(name)):
+            tensors[name.replace("experts.", f"experts.{number}.") + ".weight"] = matrix.clone()
+    with pytest.raises(
+        ValueError, match=r"a tensor for each expert .*model\.state_dict\(\) of from_pretrained"
+    ):
+        weight_files.check(write(tmp_path, tensors))
 
 
 def refusal(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
