@@ -237,8 +237,11 @@ def sizes_of(config: JsonObject) -> JsonObject:
 @functools.lru_cache(maxsize=32)
 def inner_size(text: str, hidden_size: int) -> int:
     """Return the width of an MLP's inner tensors in the model narrowed to this hidden size; 0 if the configuration does
-    not tell it."""
-    return int(narrowed(text, 1, hidden_size, 1).get("intermediate_size") or 0)
+    not tell it. In a mixture of experts it is the width of all experts that a token meets."""
+    config = narrowed(text, 1, hidden_size, 1)
+    inner = config.get("intermediate_size") or 0
+    of_expert = config.get("moe_intermediate_size") or inner
+    return int(max(inner, of_expert * (config.get("num_experts_per_tok") or 0)))
 
 
 def check_samples(config: JsonObject, seq_len: int) -> None:

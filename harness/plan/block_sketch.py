@@ -27,6 +27,7 @@ from harness.plan.sketch import (
     MOST_BYTES,
     SAMPLES,
     TOKENS,
+    count_unused,
     is_plain,
     narrow,
     peak,
@@ -46,9 +47,12 @@ def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
     if not parts or is_plain(workload) or not computes_alike(narrow(workload), parts):
         return None
     weights = [weight for name in parts for weight in layer.get_submodule(name).parameters()]
+    unused = count_unused(layer)
+    layer(torch.empty((1, TOKENS, workload.hidden_size), device="meta"))
+    matrix_params = sum(weight.numel() for weight in weights if weight.ndim > 1)
     return {
         "parts": parts,
-        "token_flops": 2 * sum(weight.numel() for weight in weights if weight.ndim > 1),
+        "token_flops": 2 * (matrix_params - sum(unused.values())),
         "lines": block_lines(workload, parts, block_tokens),
     }
 

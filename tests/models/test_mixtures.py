@@ -21,7 +21,7 @@ from harness.devices.memory_account import Tracker
 from harness.models import grouped_experts, hub_model, named_models, weight_files
 from harness.models.hub_model import library
 from harness.models.model import build, new_layer
-from harness.plan import sketch
+from harness.plan import block_sketch, sketch
 from tests.support.configured import config_of, configured
 from tests.support.training import train
 
@@ -122,6 +122,14 @@ def test_the_plan_of_a_mixture_is_what_its_training_takes_on_sim(
     with Tracker() as account:
         train(method, workload, 2, device="sim", **options)
     assert planned == pytest.approx(account.stats()["device_peak"], rel=0.03)
+
+
+def test_blocks_of_tokens_compute_the_experts_that_a_token_meets() -> None:
+    """Mixtral's MLP: two of four gated experts, and the router."""
+    assert hub_config.inner_size(hub_config.text_of(config_of("mixtral")), 32) == 2 * 48
+    blocks = block_sketch.sketch(configured("mixtral"), 4)
+    assert blocks is not None
+    assert (blocks["parts"][0], blocks["token_flops"]) == ("mlp", 2 * (2 * 3 * 32 * 48 + 4 * 32))
 
 
 def test_tokens_are_counted_on_sim_as_on_a_cpu() -> None:

@@ -67,7 +67,7 @@ def computed(layer: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), *grads]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS, pytest.param("mixtral", marks=pytest.mark.heavy)])
 def test_a_layer_in_blocks_has_the_outputs_and_gradients_of_the_whole(family: str) -> None:
     whole, blocks, x = layers(family, at_once=7)
     for expected, in_blocks in zip(computed(whole, x), computed(blocks, x), strict=True):
