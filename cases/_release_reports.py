@@ -16,7 +16,7 @@ class PublicReport:
     says: str
     since: str = ""  # first release that it is about; empty: the table's first one, too
     until: str = ""  # last release that it is about; empty: no release is known to be right
-    rows: tuple[str, ...] = ()  # keys of ROWS that should show it
+    rows: tuple[str, ...] = ()  # keys of SETTING_ROWS that should show it
     is_error: bool = False  # True: training ends in an error; False: it is wrong
     needs_gpu: bool = False  # True: a CPU cannot show it
     why_no_row: str = ""

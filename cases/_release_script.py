@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from cases._releases import ENGINES, ROWS
+from cases._releases import ENGINES, SETTING_ROWS
 from cases.case10 import workload_of
 from harness.core import method
 from harness.devices import machine
@@ -20,10 +20,12 @@ def script(name: str, release: str | None = None) -> str:
     unknown row, for a row without a script, and for a text that is no version."""
     import jinja2
 
-    scripted_names = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
+    scripted_names = [
+        name for name, row in SETTING_ROWS.items() if ENGINES[row.engine].script and row.is_scripted
+    ]
     if name not in scripted_names:
         raise ValueError(f"--script: expected a setting of {', '.join(scripted_names)}, got {name!r}")
-    engine = ENGINES[ROWS[name].engine]
+    engine = ENGINES[SETTING_ROWS[name].engine]
     if not (release := release or engine.installed):
         raise ValueError(
             f"--script: expected a release of {engine.package}, got none; try {name}@{engine.releases[-1]}"
@@ -45,7 +47,7 @@ def _script_settings(name: str) -> dict[str, Any]:
     from methods.engines.deepspeed import engine_config
     from methods.engines.deepspeed_method import DeepSpeedMethod
 
-    row, load = ROWS[name], workload_of(name)
+    row, load = SETTING_ROWS[name], workload_of(name)
     trained = method.create(row.method, dict(row.options))
     assert isinstance(trained, DeepSpeedMethod)
     config = engine_config(load, trained.settings(load, is_on_gpu=False))

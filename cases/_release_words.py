@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from cases._release_reports import REPORTS, PublicReport, reports_about
-from cases._releases import ENGINES, ROWS, UNSEEN, columns_of, ordered
+from cases._releases import ENGINES, SETTING_ROWS, UNSEEN, columns_of, ordered
 from harness.gate.probe import is_left_out
 from papers.figures.case_files import EDITED
 from papers.figures.point import FigureRow
@@ -41,7 +41,7 @@ def cell_word(row: FigureRow) -> str:
     """Return a cell's verdict in a few words."""
     if cell_kind(row) == PASSES:
         return PASSES
-    engine = ENGINES[ROWS[row.series].engine]
+    engine = ENGINES[SETTING_ROWS[row.series].engine]
     # all releases say the same
     reason = " ".join(row.reason.split()).removeprefix(f"{engine.package} {row.group} ")
     reason = NUMBER_PAIR.sub(_rounded, reason)
@@ -60,7 +60,11 @@ def _rounded(pair: re.Match[str]) -> str:
 
 def is_unreported(row: FigureRow) -> bool:
     """True if the cell's training is wrong, neither by design nor as a public report says."""
-    return cell_kind(row) == FAILS and not ROWS[row.series].design_of(row.group) and not _reports_of_cell(row)
+    return (
+        cell_kind(row) == FAILS
+        and not SETTING_ROWS[row.series].design_of(row.group)
+        and not _reports_of_cell(row)
+    )
 
 
 def reports_text(row: FigureRow) -> str:
@@ -71,7 +75,7 @@ def reports_text(row: FigureRow) -> str:
         return f"{links}: not seen here" if links else ""
     if is_unreported(row):
         return f"**{NONE_KNOWN}**"
-    design = ROWS[row.series].design_of(row.group) if cell_kind(row) == FAILS else ""
+    design = SETTING_ROWS[row.series].design_of(row.group) if cell_kind(row) == FAILS else ""
     return "; ".join(filter(None, [f"by design: {design}" if design else "", links]))
 
 
@@ -86,7 +90,7 @@ def page_rows(rows: Sequence[FigureRow]) -> Iterator[list[str]]:
     """Yield the lines of the page's table: one for each word of a setting and the reports beside it, with the releases
     that have this word, oldest first."""
     recorded_names = {row.series for row in rows}
-    for name in (name for name in ROWS if name in recorded_names):
+    for name in (name for name in SETTING_ROWS if name in recorded_names):
         cells = {row.group: (cell_word(row), reports_text(row)) for row in rows if row.series == name}
         columns = ordered([*columns_of(name), *cells])
         texts = [cells.get(release, (NOT_RUN, "")) for release in columns]
@@ -113,9 +117,9 @@ def page_notes(rows: Sequence[FigureRow]) -> Iterator[str]:
     """Yield the notes below the table: what the runs do not show, and the public reports with the rows about them or
     the reason why there is none."""
     yield from notes_on_missing_probe(rows)
-    names = [name for name in ROWS if any(row.series == name for row in rows)]
+    names = [name for name in SETTING_ROWS if any(row.series == name for row in rows)]
     for key, text in UNSEEN.items():
-        if lacking := [f"`{name}`" for name in names if key in ROWS[name].unseen]:
+        if lacking := [f"`{name}`" for name in names if key in SETTING_ROWS[name].unseen]:
             yield f"cannot show {text}: {', '.join(lacking)}"
     for report in REPORTS:
         where = ", ".join(f"`{name}`" for name in report.rows) or f"no row: {report.why_no_row}"

@@ -1,7 +1,7 @@
 """The rows and columns of case 10's map: engines with their releases, and settings of these engines.
 
 A row of the map is a setting, a column is a release. A new release needs no change here (`./run.sh releases
---release`). A new setting is an entry of ROWS, a new engine one of ENGINES.
+--release`). A new setting is an entry of SETTING_ROWS, a new engine one of ENGINES.
 """
 
 from __future__ import annotations
@@ -217,9 +217,10 @@ def _zero_by_trainer(**entries: Any) -> MapRow:
 ZENFLOW_LACKS = ("copies", "streams", "ranks")
 LATE = "most gradients are applied some steps late"
 
-# In a row's name, 4 stands for four micro-batches, and `caller` for several backward passes before one step, of which
-# the last is marked; `unmarked`: none is.
-ROWS = {
+# The rows of the map, one for each setting of an engine, by the setting's name. In a name, 4 stands for four
+# micro-batches, and `caller` for several backward passes before one step, of which the last is marked; `unmarked`: none
+# is marked.
+SETTING_ROWS = {
     "stage-0": _zero(0),
     "stage-0-4": _zero(0, parts=4),
     "stage-0-bf16": _zero(0, dtype="bf16"),
@@ -287,7 +288,7 @@ ROWS = {
 
 def columns_of(name: str) -> list[str]:
     """Return the releases of a row, oldest first. A method without OPTION runs the installed one only."""
-    row, engine = ROWS[name], ENGINES[ROWS[name].engine]
+    row, engine = SETTING_ROWS[name], ENGINES[SETTING_ROWS[name].engine]
     releases = engine.columns
     if OPTION not in method.option_names(method.load(row.method)):
         releases = [release for release in releases if release == engine.installed]

@@ -25,7 +25,7 @@ class LargestModel(Case):
     searches = methods
     picks = True
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         if case_profile.kind != "paper":
             return []
         return [case_profile.probe(name, depth) for name, depth in PUBLISHED_DEPTHS.items()]

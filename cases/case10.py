@@ -17,7 +17,7 @@ from typing import Any
 from cases import _release_words as release_words
 from cases._release_reports import REPORTS
 from cases._release_words import UNTESTED
-from cases._releases import ENGINES, OPTION, ROWS, columns_of, order, ordered
+from cases._releases import ENGINES, OPTION, SETTING_ROWS, columns_of, order, ordered
 from harness.core import method
 from harness.core.job import Budget, Job, Workload
 from harness.core.record import Record
@@ -50,18 +50,18 @@ FONT_SIZE, CHARACTER_INCHES = 4.6, 0.036  # of a word in a cell
 
 class ReleaseMap(Case):
     metric = "loss_difference"
-    methods = tuple(dict.fromkeys(row.method for row in ROWS.values()))
+    methods = tuple(dict.fromkeys(row.method for row in SETTING_ROWS.values()))
     in_all = False
 
     def profiles(self, case_profile: CaseProfile) -> Sequence[CaseProfile]:
         """Return a profile for each workload of the map. Its sizes do not depend on the asked profile; only its device
         does."""
-        loads = dict.fromkeys(workload_of(name) for name in ROWS)
+        loads = dict.fromkeys(workload_of(name) for name in SETTING_ROWS)
         return [_profile(case_profile, load) for load in loads]
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         """Return the jobs of the installed releases, which install nothing."""
-        installed = ((name, ENGINES[row.engine].installed) for name, row in ROWS.items())
+        installed = ((name, ENGINES[row.engine].installed) for name, row in SETTING_ROWS.items())
         return [
             job_of(case_profile, name, release) for name, release in installed if release in columns_of(name)
         ]
@@ -72,7 +72,7 @@ class ReleaseMap(Case):
         cells: dict[tuple[str, str], list[Record]] = {}
         for cell, record in _records_of_cells(records, case_profile):
             cells.setdefault(cell, []).append(record)
-        names = list(ROWS)
+        names = list(SETTING_ROWS)
         in_order = sorted(cells, key=lambda cell: (names.index(cell[0]), order(cell[1])))
         return [_cell_row(name, release, cells[name, release]) for name, release in in_order]
 
@@ -81,12 +81,12 @@ class ReleaseMap(Case):
 
 
 def workload_of(name: str) -> Workload:
-    return replace(WORKLOAD, **ROWS[name].workload)
+    return replace(WORKLOAD, **SETTING_ROWS[name].workload)
 
 
 def job_of(case_profile: CaseProfile, name: str, release: str | None = None) -> Job:
     """Return the job of a cell: a row, by its name, and a release; None: the installed one."""
-    row = ROWS[name]
+    row = SETTING_ROWS[name]
     is_other = release not in (None, ENGINES[row.engine].installed)
     options = {**row.options, **({OPTION: release} if is_other else {})}
     return _profile(case_profile, workload_of(name)).job(row.method, NUM_LAYERS, **options)
@@ -101,13 +101,13 @@ def _records_of_cells(
     records: Sequence[Record], case_profile: CaseProfile
 ) -> Iterator[tuple[tuple[str, str], Record]]:
     """Yield each record of a cell after the cell: the name of its row, and its release."""
-    rows = [(name, _without_release(job_of(case_profile, name))) for name in ROWS]
+    rows = [(name, _without_release(job_of(case_profile, name))) for name in SETTING_ROWS]
     for record in records:
         with contextlib.suppress(ValueError):
             # the method no longer has one of the record's options; no version
             job = _without_release(record.job)
             for name in (name for name, job_of_row in rows if job_of_row == job):
-                engine = ENGINES[ROWS[name].engine]
+                engine = ENGINES[SETTING_ROWS[name].engine]
                 version = (
                     record.job.options.get(OPTION) or record.software.get(engine.package) or engine.installed
                 )
@@ -154,13 +154,13 @@ def _draw_release_map(rows: Sequence[FigureRow], note: str) -> plot.Figure:
 
 
 def _rows_of_engine(name: str, rows: Sequence[FigureRow]) -> list[FigureRow]:
-    return [row for row in rows if row.series in ROWS and ROWS[row.series].engine == name]
+    return [row for row in rows if row.series in SETTING_ROWS and SETTING_ROWS[row.series].engine == name]
 
 
 def _settings_of(rows: Sequence[FigureRow]) -> list[str]:
-    """Return the names of these rows' settings, in the order of ROWS."""
+    """Return the names of these rows' settings, in the order of SETTING_ROWS."""
     names = {row.series for row in rows}
-    return [name for name in ROWS if name in names]
+    return [name for name in SETTING_ROWS if name in names]
 
 
 def _draw_engine_panel(
@@ -265,7 +265,7 @@ class CellChoice:
 
     def includes(self, name: str, release: str) -> bool:
         """True if the release is one of the row's, and between `since` and `until`."""
-        first = max(order(self.since), order(ROWS[name].since))
+        first = max(order(self.since), order(SETTING_ROWS[name].since))
         return first <= order(release) and (not self.until or order(release) <= order(self.until))
 
 
@@ -275,14 +275,16 @@ def cells_of(choice: CellChoice) -> list[tuple[str, str]]:
     engine, names = choice.engine, choice.names
     for asked_names, known_names, noun in (
         ([engine] if engine else [], ENGINES, "an engine"),
-        (names, ROWS, "a setting"),
+        (names, SETTING_ROWS, "a setting"),
     ):
         if unknown_names := [name for name in asked_names if name not in known_names]:
             raise ValueError(f"expected {noun} of {', '.join(known_names)}, got {unknown_names[0]!r}")
     rows = [
-        name for name, row in ROWS.items() if engine in (None, row.engine) and (not names or name in names)
+        name
+        for name, row in SETTING_ROWS.items()
+        if engine in (None, row.engine) and (not names or name in names)
     ]
-    engines = list(dict.fromkeys(ROWS[name].engine for name in rows))
+    engines = list(dict.fromkeys(SETTING_ROWS[name].engine for name in rows))
     if not rows:
         raise ValueError(f"expected a setting of {engine}, got {', '.join(names)}; leave --only out")
     if (choice.since or choice.until or choice.releases) and len(engines) > 1:

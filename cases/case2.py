@@ -31,10 +31,10 @@ class SpeedAtLargestSizes(Case):
     look: ClassVar = {"series": {"Baselines": BASELINES[0], "": STRONGHOLD}}
     picks = True
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
-        depth_by_method = {name: sizes[name] for name in BASELINES if name in sizes}
-        baselines = [case_profile.job(name, depth) for name, depth in depth_by_method.items()]
-        depths = sorted(set(depth_by_method.values()))
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
+        depth_by_baseline = {name: depth_by_method[name] for name in BASELINES if name in depth_by_method}
+        baselines = [case_profile.job(name, depth) for name, depth in depth_by_baseline.items()]
+        depths = sorted(set(depth_by_baseline.values()))
         return baselines + [
             case_profile.job(STRONGHOLD, depth, window_size=case_profile.window_at(depth), **STREAMED_OPTIONS)
             for depth in depths
@@ -43,7 +43,7 @@ class SpeedAtLargestSizes(Case):
     def table(self, records: Sequence[Record], case_profile: CaseProfile) -> list[FigureRow]:
         """Return the rows of the baselines, then the rows of STRONGHOLD at the baselines' depths."""
         rows = points.rows_of_jobs(
-            self.metric, records, self.jobs(case_profile, searches.sizes(self.searches, records))
+            self.metric, records, self.jobs(case_profile, searches.largest_depths(self.searches, records))
         )
         for name in BASELINES:
             largest, _ = searches.largest_and_failed(name, records)

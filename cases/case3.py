@@ -21,7 +21,7 @@ class SpeedAtOneSize(Case):
     picks = True
     quick = ("l2l", WINDOWED)
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         depth = case_profile.depth(PUBLISHED_DEPTH)
         streamed = {"window_size": case_profile.window_at(depth), **STREAMED_OPTIONS}
         return [

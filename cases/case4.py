@@ -33,7 +33,7 @@ class StepTimeByDepth(Case):
     picks = True
     quick = methods
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         depths = dict.fromkeys(case_profile.depth(published) for published in DEPTHS[case_profile.kind])
         window = case_profile.window_at(min(depths))
         return [

@@ -28,7 +28,7 @@ class StepTimeByWindow(Case):
     picks = True
     quick = methods
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         depth = case_profile.depth(DEMO_DEPTH if case_profile.kind == "demo" else PUBLISHED_DEPTH)
         windows = [window for window in WINDOWS[case_profile.kind] if window <= depth]
         return [

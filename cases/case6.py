@@ -64,7 +64,7 @@ class ModelSelection(Case):
     def profiles(self, case_profile: CaseProfile) -> tuple[CaseProfile, ...]:
         return _profiles_of(case_profile)
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         return [
             *(job for name in BASELINES for job in _jobs_alone(case_profile, name)),
             *_jobs_together(case_profile),
@@ -138,8 +138,8 @@ def _profiles_of(case_profile: CaseProfile) -> tuple[CaseProfile, ...]:
     half_load = replace(load, batch_size=load.batch_size // 2)
     steps, warmup = 2 * case_profile.steps, 2 * case_profile.warmup
     half_batch = replace(whole_batch, workload=half_load, steps=steps, warmup=warmup)
-    all_models = replace(whole_batch, budget=replace(budget, host_bytes=host_bytes))
-    return whole_batch, half_batch, all_models
+    profile_of_all_models = replace(whole_batch, budget=replace(budget, host_bytes=host_bytes))
+    return whole_batch, half_batch, profile_of_all_models
 
 
 def _jobs_alone(case_profile: CaseProfile, name: str) -> list[Job]:
@@ -160,8 +160,8 @@ def _shortfall(case_profile: CaseProfile, name: str) -> str | None:
 
 def _jobs_together(case_profile: CaseProfile) -> list[Job]:
     """Return two jobs that train all models together with the same shards: with a double buffer, and without."""
-    all_models = _profiles_of(case_profile)[-1]
-    job = all_models.job(HYDRA, _model_depth(case_profile), **_hydra_options(case_profile))
+    profile_of_all_models = _profiles_of(case_profile)[-1]
+    job = profile_of_all_models.job(HYDRA, _model_depth(case_profile), **_hydra_options(case_profile))
     return [job, replace(job, options={**job.options, "double_buffer": False})]
 
 
@@ -176,12 +176,12 @@ def _model_depth(case_profile: CaseProfile) -> int:
     """Return the largest number of layers per model with which all models fit the host's memory."""
     if case_profile.kind == "demo":
         return DEMO_DEPTH
-    trained, room = method.create(HYDRA, _hydra_options(case_profile)), _profiles_of(case_profile)[-1].room
+    hydra, room = method.create(HYDRA, _hydra_options(case_profile)), _profiles_of(case_profile)[-1].room
     assert room.host_bytes
     room = replace(room, host_bytes=int(PLANNED_SHARE * room.host_bytes))
 
     def fits(num_layers: int) -> bool:
-        return trained.plan(case_profile.workload.at_depth(num_layers), room).shortfall(room) is None
+        return hydra.plan(case_profile.workload.at_depth(num_layers), room).shortfall(room) is None
 
     return max(1, method.largest_depth(fits))
 

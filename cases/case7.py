@@ -83,7 +83,7 @@ class Pipelines(Case):
             return (replace(case_profile, device="cpu", budget=Budget()),)
         return (case_profile,)
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         """Return a job for each number of stages and size of micro-batch, at the published depth or, on a GPU, at the
         largest depth at which the largest micro-batch fits."""
         [profile] = self.profiles(case_profile)

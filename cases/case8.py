@@ -60,7 +60,7 @@ class Scaling(Case):
         sizes = dict.fromkeys([*RANK_COUNTS, profile.workload.batch_size])
         return tuple(replace(profile, workload=replace(profile.workload, batch_size=size)) for size in sizes)
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         jobs_of_points = [job for _, _, job in self._points(case_profile)]
         return [job for index, job in enumerate(jobs_of_points) if job not in jobs_of_points[:index]]
 

@@ -51,7 +51,7 @@ class SpeedByTokens(Case):
         ]
         return [replace(case_profile, workload=load) for load in loads]
 
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> list[Job]:
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> list[Job]:
         """Return a job for each method and batch size. STRONGHOLD has no resident layer here, because resident layers
         have no copies to hide."""
         depth = case_profile.depth(PUBLISHED_DEPTH)

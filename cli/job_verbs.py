@@ -274,14 +274,14 @@ VERBS = (run, sweep, plan, search, case, setup, demo)
 def _train_jobs(call: Call, is_sweep: bool = False) -> None:
     """Run the jobs of a call, print how they ended, and exit with their code."""
     outcomes = [_planned_or_reason(job, call.folders) for job in call.jobs]
-    plans = [outcome for outcome in outcomes if isinstance(outcome, Planned)]
+    planned_jobs = [outcome for outcome in outcomes if isinstance(outcome, Planned)]
     left_out = [outcome for outcome in outcomes if isinstance(outcome, str)]
-    if not plans:
+    if not planned_jobs:
         raise ValueError(left_out[0])
-    jobs = [planned.job for planned in plans]
+    jobs = [planned.job for planned in planned_jobs]
     if call.place.is_local:
         check_budget(jobs[0].budget, jobs[0].device, max(job.world_size for job in jobs))
-    plans = _with_files(plans, call)
+    planned_jobs = _with_files(planned_jobs, call)
     place = call.place.place(jobs[0].device, call.folders)
     if place:
         for job in jobs:
@@ -292,9 +292,9 @@ def _train_jobs(call: Call, is_sweep: bool = False) -> None:
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     if call.place.is_dry_run:
-        return _print_draft(place, jobs, call)
+        return _print_draft(place, jobs, call.results, call.folders)
     with reporter(call.output.as_json) as report:
-        records = Sweep(call.results, call.folders, report, call.rerun, place, call.extent).run(plans)
+        records = Sweep(call.results, call.folders, report, call.rerun, place, call.extent).run(planned_jobs)
     if len(records) > 1 and not call.output.as_json:
         print_results(records)
     if call.output.shows_verdicts:
@@ -315,9 +315,9 @@ def _planned_or_reason(job: Job, folders: tuple[Path, ...]) -> Planned | str:
         return f"{job.method}, {job.workload.layers_text}: {error}"
 
 
-def _with_files(plans: list[Planned], call: Call) -> list[Planned]:
+def _with_files(planned_jobs: list[Planned], call: Call) -> list[Planned]:
     """Check the files of --trace, --save and --out, and return the plans of jobs that write the first two."""
-    output, first = call.output, plans[0].job
+    output, first = call.output, planned_jobs[0].job
     is_single = len(call.jobs) == 1 and call.place.is_local
     if output.trace:
         if not is_single:
@@ -339,7 +339,7 @@ def _with_files(plans: list[Planned], call: Call) -> list[Planned]:
             raise ValueError("--out: expected models of different layers or width as columns, got two alike")
         check_replaceable(output.table, f"# {verdict_table.TABLE_TITLE}".encode())
         check_writable(output.table.resolve().parent, "--out")
-    return [plans[0]._replace(job=first), *plans[1:]]
+    return [planned_jobs[0]._replace(job=first), *planned_jobs[1:]]
 
 
 def _print_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], output: Output) -> None:
@@ -360,13 +360,13 @@ def _print_verdicts(jobs: list[Job], outcomes: list[verdict_table.Outcome], outp
         verdict_table.write_markdown(output.table, command, table)
 
 
-def _print_draft(place: Place | None, jobs: list[Job], call: Call) -> None:
+def _print_draft(place: Place | None, jobs: list[Job], results: Path, folders: tuple[Path, ...]) -> None:
     """Print the text that would be submitted to the place to run these jobs. Raises ValueError if no place was named,
-    or if the place submits no text."""
+    or if the place submits no text. `results`: the folder of records; `folders`: the folders of methods."""
     if place is None:
         raise ValueError(no_draft())
-    runs = Sweep(call.results, call.folders, place=place)
-    print(place.draft([(job, runs.key(job)) for job in jobs], call.folders))
+    dry_sweep = Sweep(results, folders, place=place)
+    print(place.draft([(job, dry_sweep.key(job)) for job in jobs], folders))
 
 
 def _print_next_calls(call: Call) -> None:

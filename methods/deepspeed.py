@@ -46,7 +46,7 @@ class DeepSpeed(DeepSpeedMethod):
 
     label = "DeepSpeed"
     paper = "Rajbhandari et al., SC 2020, arXiv:1910.02054; DeepSpeed"
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     scales_loss = True
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ class Fsdp2Offload(Method):
     color = "#6FA8DC"
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
     hides = ("copies", "gathers", "sums")
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     accumulates = True
     scales_loss = True
     world_size: int = with_option(1, RANKS)  # ranks

@@ -39,7 +39,7 @@ class HfTrainer(ReleasedMethod):
     color = "#FFD21E"
     paper = "Wolf et al. 2020, doi:10.18653/v1/2020.emnlp-demos.6; transformers.Trainer"
     log_dialect = "plain"
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     accumulates = True
 
     @property

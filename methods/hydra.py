@@ -87,7 +87,7 @@ class Hydra(Method):
     paper = "Nagrecha and Kumar 2021, arXiv:2110.08633"
     hides = ("copies",)
     can_rehearse = True
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     accumulates = True
 
     @property

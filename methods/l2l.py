@@ -39,7 +39,7 @@ class L2L(Method):
     color = "#E7D6EF"
     paper = "Pudipeddi et al. 2020, arXiv:2002.05645"
     can_rehearse = True
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     accumulates = True
     scales_loss = True
     to_build = staticmethod(adamw_kernel.to_build)

@@ -63,7 +63,7 @@ class MegatronLM(ReleasedMethod):
     paper = "Shoeybi et al. 2019, arXiv:1909.08053; megatron-core"
     can_rehearse = True
     accumulates = True
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     scales_loss = True
     drops_alike = False
 
@@ -391,7 +391,7 @@ def _layer_spec(method: MegatronLM, workload: Workload, device: str):
 
 def _set_starting_shards(method: MegatronLM, workload: Workload, model: Any) -> dict[str, Any]:
     """Set a rank's parameters to the harness's starting values. Return these values in fp32, by the parameters' names;
-    none if the model itself is fp32."""
+    an empty dict if the model itself is fp32."""
     import torch
 
     from harness.models.gpt import initials
@@ -413,7 +413,8 @@ def _set_starting_shards(method: MegatronLM, workload: Workload, model: Any) -> 
 
 
 def _optimizer(method: MegatronLM, workload: Workload, model: Any):
-    """Return megatron-core's optimizer, with the reference's AdamW and loss scale."""
+    """Return megatron-core's optimizer for the rank's part of the model. It has the reference's settings of AdamW, and
+    in fp16 of the dynamic loss scale."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(

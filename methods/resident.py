@@ -28,7 +28,7 @@ class Resident(Method):
     bit_exact_in_half = True
     can_rehearse = True
     is_reference = True
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     accumulates = True
     scales_loss = True
 

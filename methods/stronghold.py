@@ -73,7 +73,7 @@ class Stronghold(Method):
     # read only for plans without step_seconds: plans for several ranks
     hides = ("copies", "updates", "gathers")
     can_rehearse = True
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     accumulates = True
     scales_loss = True
     to_build = staticmethod(adamw_kernel.to_build)

@@ -75,7 +75,7 @@ class VarunaMethod(Method):
     verbs = "methods.verbs.varuna"
     color = "#B8860B"
     paper = "Athlur et al. 2022, EuroSys, doi:10.1145/3492321.3519584"
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     scales_loss = True
 
     def plan(self, workload: Workload, room: Room) -> Plan:

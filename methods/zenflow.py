@@ -27,7 +27,7 @@ class ZenFlow(DeepSpeedMethod):
     paper = "Lan et al. 2025, arXiv:2505.12242; DeepSpeed"
     hides = ("updates",)
     is_exact = False
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         params, size = workload.num_params, workload.weight_bytes

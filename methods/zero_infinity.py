@@ -23,7 +23,7 @@ class ZeroInfinity(DeepSpeedMethod):
 
     label = "ZeRO-Infinity"
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     scales_loss = True
     forecast_test = ForecastTest(3, -0.18, "SlideFormer's runs of DeepSpeed, Llama 3.1 8B on an RTX 4090")
 

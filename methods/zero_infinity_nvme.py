@@ -51,7 +51,7 @@ class ZeroInfinityNvme(DeepSpeedMethod):
     paper = "Rajbhandari et al., SC 2021; DeepSpeed"
     adam = "fused"
     kernel = "async_io"
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         folder = writable_folder(self.disk)

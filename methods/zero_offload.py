@@ -23,7 +23,7 @@ class ZeroOffload(DeepSpeedMethod):
 
     label = "ZeRO-Offload"
     paper = "Ren et al., USENIX ATC 2021; DeepSpeed"
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
     scales_loss = True
     forecast_test = ForecastTest(2, 0.013, "the published logs on a V100, 32 and 48 layers")
 

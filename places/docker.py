@@ -305,10 +305,10 @@ def job_mounts(job: Job, results: Path, folders: tuple[Path, ...], image: str) -
 
 
 def memory_limit(job: Job) -> int | None:
-    """Return the container's memory limit in bytes, swap included: the worker's limit plus WATCHER_BYTES; None if the
+    """Return the container's memory limit in bytes, swap included: the worker's limit plus PARENT_BYTES; None if the
     worker has no limit."""
-    wall = budgets.wall_bytes(job)
-    return wall + PARENT_BYTES if wall else None
+    limit_bytes = budgets.wall_bytes(job)
+    return limit_bytes + PARENT_BYTES if limit_bytes else None
 
 
 class Running:

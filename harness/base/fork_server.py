@@ -194,13 +194,14 @@ class ForkOrder(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """What a new fork has received: the order, the connection over which the server reports the fork, a descriptor of
-    the working folder, and the descriptors that get the numbers of the order."""
+    """What a new fork has received."""
 
     order: ForkOrder
-    control: socket.socket
-    folder: int
-    descriptors: list[int]
+    control: (
+        socket.socket
+    )  # the connection over which the server reports this fork's number and end to the caller
+    folder: int  # descriptor of the working folder
+    descriptors: list[int]  # descriptors to which the fork gives the numbers `order.numbers`, one each
 
 
 class Forks:

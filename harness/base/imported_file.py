@@ -103,11 +103,11 @@ class GuardedFunction:
                     raise TypeError(
                         f"expected a {self.result_type.__name__} as the result, got {type(answer).__name__}"
                     )
-            return self._yielded(answer) if isinstance(answer, GeneratorType) else answer
+            return self._iterate_within_errors(answer) if isinstance(answer, GeneratorType) else answer
 
         return call
 
-    def _yielded(self, values: Iterator[Any]) -> Iterator[Any]:
+    def _iterate_within_errors(self, values: Iterator[Any]) -> Iterator[Any]:
         with self.errors():
             yield from values
 

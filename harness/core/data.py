@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # most samples that corpus_hash() reads: a disk takes about a second for 1024 seeks
 MOST_HASHED_SAMPLES = 1024
-MAX_TOKEN = 50257  # number of GPT-2's tokens; larger ids, which only pad the vocabulary, are never drawn
+NUM_TOKENS = 50257  # GPT-2's tokens; ids from this number on only pad the vocabulary and are never drawn
 SUCCESSOR_PROBABILITY = 0.5  # probability that a token is the successor of the token before it
 # the successor of token t is (t * SUCCESSOR_MULTIPLIER + SUCCESSOR_OFFSET) % number of tokens
 SUCCESSOR_MULTIPLIER, SUCCESSOR_OFFSET = 12_289, 7_919
@@ -73,7 +73,7 @@ def synthetic(workload: Workload) -> Sampler:
     """Return a function that makes sample i of the synthetic stream: T + 1 token ids. Half of the tokens are the
     successor of the token before them; the other tokens are drawn by Zipf's law. A model can learn this
     stream, so a broken optimizer shows in the loss. The loss on uniform tokens stays at ln V with any optimizer."""
-    num_ids = min(workload.vocab_size, MAX_TOKEN) if workload.config is None else workload.vocab_size
+    num_ids = min(workload.vocab_size, NUM_TOKENS) if workload.config is None else workload.vocab_size
     cumulative = np.cumsum(1.0 / np.arange(1, num_ids + 1))
     cumulative /= cumulative[-1]
 

@@ -32,8 +32,12 @@ NO_THREAD_MESSAGE, THREAD_BYTES = "can't start new thread", 9 * 2**20
 
 class Kind(NamedTuple):
     status: str
-    resource: str  # what ran out or is missing: device, host, pinned, shm, disk, import, time; "": neither
-    source: str  # of the evidence, such as allocator; it becomes evidence["class"]
+    resource: (
+        str  # what ran out or is missing: device, host, pinned, shm, disk, import, time; "": none of these
+    )
+    source: (
+        str  # source of the evidence for the status, such as allocator; a record has it as evidence["class"]
+    )
 
 
 # For each kind: a pattern of the messages of its exceptions. The most specific patterns come first. The messages are

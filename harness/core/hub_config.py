@@ -19,7 +19,7 @@ from harness.core.refusals import RefusedModel
 
 FILE = "config.json"
 # For each size of a Workload: the name of its field in a configuration.
-SIZES = {
+FIELD_OF_SIZE = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "num_heads": "num_attention_heads",
@@ -69,14 +69,14 @@ granite_speech granite_speech_plus grounding-dino hunyuan_vl hyperclovax_vision_
 kosmos-2.5 lfm2_vl lfm3_vl lighton_ocr minicpm_ocr mistral3 mm-grounding-dino moss_transcribe_diarize ovis2
 paddleocr_vl paligemma pe_audio_video pp_chart2table qwen3_asr shieldgemma2 t5gemma2_encoder voxtral_realtime
 """
-# For a type of model: the dropout fields whose default in transformers is not 0, with this default.
 GPT2_DROPOUTS = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+# For a type of model: the dropout fields whose default in transformers is not 0, with this default.
 ASSUMED_DROPOUTS = {
     "gpt2": GPT2_DROPOUTS,
     "gpt-sw3": GPT2_DROPOUTS,
     "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
 }
-# begin dropout fields of heads that a causal model does not have
+# prefixes of the dropout fields of heads that a causal model does not have
 OTHER_HEAD_PREFIXES = ("classifier_", "summary_")
 PER_LAYER_FIELD = "per_layer_config"  # field with settings of single layers, by the layer's number
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -176,7 +176,7 @@ def _check_implementations(config: JsonObject) -> None:
 
 def _check_values(config: JsonObject) -> None:
     """Raise RefusedModel if a field that this project reads has a value of another type or range."""
-    for name in SIZES.values():
+    for name in FIELD_OF_SIZE.values():
         if not _is_count(value := config.get(name)):
             raise RefusedModel("size", field=name, value="none" if value is None else f"{value!r:.40}")
     for name in NUMBER_FIELDS:
@@ -231,7 +231,7 @@ def text_of(config: JsonObject) -> str:
 
 def sizes_of(config: JsonObject) -> JsonObject:
     """Return the configuration's sizes as fields of a Workload."""
-    return {field: config[name] for field, name in SIZES.items()}
+    return {field: config[name] for field, name in FIELD_OF_SIZE.items()}
 
 
 @functools.lru_cache(maxsize=32)

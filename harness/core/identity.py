@@ -1,5 +1,5 @@
-"""A method's identity: a hash of its file, of the code that the file imports, directly or not, and of SHARED_FILES;
-and whether a run executed this code.
+"""Computes a method's identity, and tells whether a run executed the code that the identity covers. The identity is a
+hash of the method's file, of the code that this file imports, directly or not, and of SHARED_FILES.
 
 The files that the hash covers are the closure, which is found by reading the source. The closure contains every
 imported module of harness/, of methods/ and of the method's own folder. Imports inside functions and by import_module()
@@ -42,7 +42,7 @@ SHARED_FILES = (
     ROOT / "harness/gate/inspect_training.py",
 )
 PROJECT_PACKAGES = {"harness", "places", "methods", "papers", "cli", "bench"}  # packages of this project
-# may be executed beside a method
+# folders whose code a run may execute although the hash does not cover it
 COVERED_FOLDERS = [ROOT / house for house in ("harness", "places", "papers", "cli")]
 STARTUP_MODULES = ("sitecustomize", "usercustomize")  # modules that Python imports by itself, if it has them
 NAMED_FILE = re.compile(r"[\w./+-]{1,200}\.(?:cpp|h|cu|py|json|ya?ml|toml|ini|csv|txt)")
@@ -113,10 +113,10 @@ class CodeIdentity(NamedTuple):
         is_covered = file in self.modified_ns or any(folder in file.parents for folder in COVERED_FOLDERS)
         return is_covered or is_standard(str(file)) or _is_versioned(file)
 
-    def changed(self, notes: Iterable[Executed], after: CodeIdentity) -> list[str]:
-        """Return the files of the closure that were executed in another state than the one that this identity has.
-        `after`: the identity after the run. A file that was only given other comments meanwhile is not changed, since
-        then the hash is the same and the file is the one that was executed."""
+    def changed_files(self, notes: Iterable[Executed], after: CodeIdentity) -> list[str]:
+        """Return the names of the closure's files that were executed in another state than the one that this identity
+        has. `after`: the identity after the run. A file that was only given other comments meanwhile is not changed,
+        since then the hash is the same and the file is the one that was executed."""
         names = set[str]()
         for note in notes:
             file, modified_ns = Path(note.text), note.modified_ns
@@ -142,9 +142,9 @@ def code_facts(
         after = identify()
     except (OSError, ValueError) as error:  # the method's file is gone
         return facts | {"changed": [str(error)]}
-    changed = before.changed(executed, after)
-    if changed or after.source != before.source:
-        facts["changed"] = changed or ["its code"]
+    changed_files = before.changed_files(executed, after)
+    if changed_files or after.source != before.source:
+        facts["changed"] = changed_files or ["its code"]
     return facts
 
 

@@ -277,8 +277,9 @@ class Workload:
 
     @property
     def whole_layer_bytes(self) -> int:
-        """Most bytes that the recompute and backward pass of a layer without blocks of tokens take at one time: its
-        activations, their gradients, and one matrix's gradient before it is added to the sum."""
+        """Most bytes that the recompute and backward pass of a layer take at one time if the layer computes all tokens
+        at once, not in blocks of tokens (Anatomy.blocks). They are the layer's activations, the activations' gradients,
+        and one matrix's gradient before this gradient is added to the sum."""
         anatomy, boundary = self.anatomy, self.boundary_bytes // self.micro_batches
         if anatomy.lines:
             lines = ((factor + self.seq_len * pair, fixed) for factor, pair, fixed in anatomy.lines)
@@ -288,7 +289,8 @@ class Workload:
 
     @property
     def boundaries(self) -> float:
-        """Most memory of a layer's recompute and backward pass without blocks of tokens, in multiples of its input."""
+        """Most memory of the recompute and backward pass of a layer that computes all tokens at once, in multiples of
+        the layer's input."""
         return self.anatomy.boundaries + self.seq_len * self.anatomy.pair_boundaries
 
     @property

@@ -10,7 +10,8 @@ import time
 from harness.base.json_object import JsonObject
 from harness.core.job import Job
 
-DIALECTS = ("megatron", "deepspeed", "plain")  # forms of a log, by the engine whose published logs have them
+# Forms of a log: that of the published logs of Megatron, that of the published logs of DeepSpeed, and PLAIN_WORDS.
+DIALECTS = ("megatron", "deepspeed", "plain")
 INTERVAL_STEPS = 10  # steps between two metric lines of a log
 # The dialect plain has the published metric lines, with these words replaced. The artifact's scripts look for the
 # published words, so they leave the reference's runs, which log in this dialect, out of their tables.

@@ -19,7 +19,8 @@ CONTEXT_BYTES = 768 * 2**20
 RESERVE_BYTES, RESERVE_PARTS = 256 * 2**20, 32
 # Bytes of NCCL's communicators in each of several ranks: an estimate, not measured, enough for two communicators.
 COMMUNICATORS_BYTES = 512 * 2**20
-LEAST_TENSOR_BYTES = 256 * 2**20
+# A GPU's budget that leaves fewer bytes than these for a plan's tensors is refused.
+MIN_BYTES_FOR_TENSORS = 256 * 2**20
 # If a process leads the processes of several GPUs: the bytes that the leading process takes on the first GPU for its
 # context, a workspace of cuBLAS and the tokens of the batches; not measured.
 LEADING_BYTES = CONTEXT_BYTES + 64 * 2**20

@@ -262,7 +262,8 @@ def _open_file(path: Path) -> int:
 
 
 def _check_regular(descriptor: int, path: Path) -> int:
-    """Return the descriptor of a regular file that has no second name; close any other, and raise ValueError."""
+    """Return `descriptor` if it is open on a regular file with a single name, without further hard links. If not,
+    close the descriptor, and raise ValueError."""
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
         return descriptor

@@ -115,7 +115,7 @@ class Machine:
         sizes = {f"{memory}_bytes": getattr(self, f"{memory}_memory") for memory in ("host", "disk")}
         limits: JsonObject = {name: size_bytes(str(size)) for name, size in sizes.items() if size is not None}
         if self.device_bytes is not None:
-            least = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context_bytes=0)
+            least = cuda_budget.budget_bytes(cuda_budget.MIN_BYTES_FOR_TENSORS, context_bytes=0)
             if self.device_bytes < least:
                 raise ValueError(
                     f"device_memory: expected at least {-(-least // 2**20)}MiB for a GPU, got {self.device_memory};"

@@ -181,10 +181,10 @@ def check_budget(budget: Budget, device: str, world_size: int = 1) -> None:
 
 
 def check_device(budget_bytes: int | None, num_ranks: int = 1) -> None:
-    """Raise ValueError if the budget of a GPU leaves plans less than LEAST_TENSOR_BYTES after the driver's context and
-    the reserve are subtracted. `budget_bytes`: None if there is no budget, and then nothing is raised."""
+    """Raise ValueError if the budget of a GPU leaves plans less than MIN_BYTES_FOR_TENSORS after the driver's context
+    and the reserve are subtracted. `budget_bytes`: None if there is no budget, and then nothing is raised."""
     context = context_bytes(num_ranks)
-    least_bytes = cuda_budget.budget_bytes(cuda_budget.LEAST_TENSOR_BYTES, context)
+    least_bytes = cuda_budget.budget_bytes(cuda_budget.MIN_BYTES_FOR_TENSORS, context)
     if budget_bytes is not None and budget_bytes < least_bytes:
         raise ValueError(
             f"expected --device-memory of at least {-(-least_bytes // MIB)}MiB, because the GPU's context takes"

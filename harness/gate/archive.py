@@ -55,7 +55,7 @@ class Archive:
         text = f"sent as {sent_verdict.verdict}: {sent_verdict.text}; by what came with it: {verdict.text}"
         return Gate(sent_verdict.verdict, sent_verdict.reason, text, verdict.evidence)
 
-    def need(self, job: Job) -> Record | None:
+    def needed_record(self, job: Job) -> Record | None:
         return _newest_ended(_trainings_like(job, self.runs))
 
     def twins(self, whole: Record, number: int, reference: Job, most: int) -> tuple[Record, Record] | Gate:
@@ -64,7 +64,7 @@ class Archive:
         twins = (run for run in self.runs if run.key == key and run.job.method == whole.job.method)
         twin = _newest_ended(twins)
         model = twin and model_of(twin, number)
-        twin_reference = model and self.need(reference_of(model.job))
+        twin_reference = model and self.needed_record(reference_of(model.job))
         if model is None or twin_reference is None:
             return Gate("untested", "no-reference", "no record of the reference came with it")
         return model, twin_reference

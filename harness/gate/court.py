@@ -30,7 +30,7 @@ class Witnesses(Protocol):
     @property
     def folders(self) -> tuple[Path, ...]: ...
 
-    def need(self, job: Job) -> Record | None:
+    def needed_record(self, job: Job) -> Record | None:
         """Return the record of a job of the reference; None: it does not fit, or there is no record of it."""
 
     def twins(self, whole: Record, number: int, reference: Job, most: int) -> tuple[Record, Record] | Gate:
@@ -75,7 +75,7 @@ def _judge_model(whole: Record, number: int, witnesses: Witnesses) -> Gate:
     reference_job = reference_of(record.job, witnesses.folders)
     if (record.job.method, record.job.device) == (reference_job.method, reference_job.device):
         return judge(record, record)
-    reference, depth = witnesses.need(reference_job), record.job.workload.num_layers
+    reference, depth = witnesses.needed_record(reference_job), record.job.workload.num_layers
     if reference is None:
         verdict = _judge_by_twin(whole, number, reference_job, MOST_LAYERS, witnesses)
     elif reference.status.startswith("oom") and depth > 1:
@@ -83,7 +83,7 @@ def _judge_model(whole: Record, number: int, witnesses: Witnesses) -> Gate:
         verdict = _judge_by_twin(whole, number, reference_job, depth // 2, witnesses)
     elif record.job.workload.dropout and not _drops_alike(record.job.method, witnesses.folders):
         load = dataclasses.replace(reference_job.workload, dropout=0.0)
-        undropped = witnesses.need(dataclasses.replace(reference_job, workload=load))
+        undropped = witnesses.needed_record(dataclasses.replace(reference_job, workload=load))
         if undropped is None:
             return Gate("untested", "no-reference", "no record of the reference without dropout came with it")
         verdict = judge(record, reference, undropped=undropped)

@@ -104,9 +104,9 @@ def run_departure(record: Record, reference: Record) -> Departure | None:
 def drops_nothing(record: Record, reference: Record, undropped: Record) -> bool:
     """True if a run that should use dropout did not use it. Then the run equals the reference without dropout, within
     rounding, while the references with and without dropout differ by more."""
-    rounding = published_limits(record, undropped)
-    effect_of_dropout = first_departure(reference, undropped, rounding.times(DROPOUT_MULTIPLE))
-    return effect_of_dropout is not None and not first_departure(record, undropped, rounding)
+    rounding_limits = published_limits(record, undropped)
+    effect_of_dropout = first_departure(reference, undropped, rounding_limits.times(DROPOUT_MULTIPLE))
+    return effect_of_dropout is not None and not first_departure(record, undropped, rounding_limits)
 
 
 def dropout_departure(record: Record, reference: Record, undropped: Record) -> Departure | None:
@@ -138,10 +138,12 @@ def rounding_departure(trial: Trial, is_held_to_bits: bool) -> Departure | None:
         return None
     if not others and not is_held_to_bits:
         return Departure("weights", "the probe ends at other bits, and there is no measure of rounding")
-    rounding = rounding_floor(reference, others or [reference])
-    naming_limits = rounding.times(NAMING_MULTIPLE)._replace(text=ROUNDING_LIMIT_TEXT, faint=FAINT_MULTIPLE)
+    rounding_limits = rounding_floor(reference, others or [reference])
+    naming_limits = rounding_limits.times(NAMING_MULTIPLE)._replace(
+        text=ROUNDING_LIMIT_TEXT, faint=FAINT_MULTIPLE
+    )
     partly_trained = partly_trained_text(record, reference, others)
-    beyond_limits = first_departure(record, reference, probe_limits(rounding, reference))
+    beyond_limits = first_departure(record, reference, probe_limits(rounding_limits, reference))
     named = first_loss_departure(trial) or first_departure(record, reference, naming_limits)
     if partly_trained and not (named and beyond_limits):
         return Departure("partial-update", partly_trained)
@@ -163,8 +165,8 @@ def first_loss_departure(trial: Trial) -> Departure | None:
         return None
     expected = reference.losses
     difference = relative_differences(record.losses[:1], expected)[0]
-    rounding = [relative_differences(other.losses[:1], expected)[0] for other in others]
-    limit = NAMING_MULTIPLE * max(LEAST_DIFFERENCE, *rounding, 0.0)
+    rounding_differences = [relative_differences(other.losses[:1], expected)[0] for other in others]
+    limit = NAMING_MULTIPLE * max(LEAST_DIFFERENCE, *rounding_differences, 0.0)
     if difference <= limit:
         return None
     losses = (record.losses[0], expected[0])

@@ -16,10 +16,10 @@ fault.
 
 The trainings of a probe are jobs like any other, whose records are in a folder of their own. A probe tests a method's
 code, not a size: it has the job's options, placement, micro-batches and dtype, but few layers, and a width, sequence
-and vocabulary of its own, unless the call asks for more. So jobs of many sizes share one probe. Where a tenth of the
-run's own cost pays for it, the probe has samples and heads as large as the run's. A new probe is made only for other
-source code or options of a method, or another dtype, device or software. A method that trains only at the job's width
-is probed at that width.
+and vocabulary of its own, unless the call asks for more. So jobs of many sizes share one probe. The probe has samples
+as long and heads as wide as the run's if all its trainings then take at most a tenth of the run's operations
+(COST_SHARE). A new probe is made only for other source code or options of a method, or another dtype, device or
+software. A method that trains only at the job's width is probed at that width.
 """
 
 from __future__ import annotations

@@ -181,9 +181,9 @@ class Probes:
             self.reserve_bytes[memory] = max(reserve, 2 * self.reserve_bytes.get(memory, 0))
 
     def _room_at(self, size: int) -> Room:
-        """Return the room that a plan at this size may fill: the budget less the bytes that the run should take beyond
-        its plan. The larger of two estimates counts: the excess extrapolated from the two small runs, and the reserve
-        that failed runs left."""
+        """Return the room that a plan at this size may fill: the budget less the bytes that the run is expected to
+        take beyond its plan. The larger of two estimates counts: the excess extrapolated from the two small runs, and
+        the reserve that failed runs left."""
         room_bytes = {}
         for memory in {**self.excess_bytes, **self.reserve_bytes}:
             estimates = []

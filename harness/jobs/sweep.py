@@ -331,7 +331,7 @@ class Sweep:
                 return 0.0
         return probe_seconds(job, job_seconds, method.load(job.method, self.folders), self.extent)
 
-    def need(self, job: Job) -> Record | None:
+    def needed_record(self, job: Job) -> Record | None:
         """Return the judged record of a job of the reference; None if its plan does not fit."""
         planned = self.store.planned(job)
         if planned.shortfall is not None:

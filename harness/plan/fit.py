@@ -53,9 +53,9 @@ def resolve(job: Job, folders: tuple[Path, ...] = (), room: Room | None = None) 
     plan = configured_method.plan(job.workload, room)
     options = plan.options or dataclasses.asdict(configured_method)  # type: ignore[call-overload]
     for name in OF_SEVERAL_MODELS:
-        planned_number, number = options.get(name, 1), job.options.get(name, 1)
-        if planned_number != number:
-            expected = f"expected a plan with {name} {number}, as the job asks"
+        planned_number, requested_number = options.get(name, 1), job.options.get(name, 1)
+        if planned_number != requested_number:
+            expected = f"expected a plan with {name} {requested_number}, as the job asks"
             raise ValueError(f"{job.method}: {expected}, got {planned_number}")
     planned_job = dataclasses.replace(job, options=options)
     shortfall = plan.shortfall(room)

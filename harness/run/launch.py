@@ -279,7 +279,7 @@ class Deadline:
 
     def __init__(self, job: Job, child: Child) -> None:
         self.job, self.child = job, child
-        # why this process stopped the worker, a word of failures.End.stopped; "": not stopped
+        # this process's reason to stop the worker: "deadline", "silence" or "interrupt"; "": not stopped
         self.stopped = ""
         self.begin_time = self.signal_time = time.monotonic()  # nobody can set this clock
 

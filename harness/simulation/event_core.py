@@ -56,7 +56,8 @@ def run_pool(
     arrival, now = len(waiting_chains), 0.0
     heapify(waiting_chains)
     running_units: list[tuple[float, int, int]] = []  # a heap of tuples (end, worker, chain)
-    units, free_workers = [], list(reversed(range(num_workers)))
+    started_units: list[PoolUnit] = []
+    free_workers = list(reversed(range(num_workers)))
     while waiting_chains or running_units:
         while waiting_chains and free_workers:
             chain, worker = heappop(waiting_chains)[2], free_workers.pop()
@@ -64,7 +65,7 @@ def run_pool(
             next_unit[chain] += 1
             seconds_left[chain] -= seconds
             heappush(running_units, (now + seconds, worker, chain))
-            units.append(PoolUnit(chain, worker, now, now + seconds))
+            started_units.append(PoolUnit(chain, worker, now, now + seconds))
         now = running_units[0][0]
         # chains whose units end now wait again before any worker takes its next unit
         while running_units and running_units[0][0] == now:
@@ -73,7 +74,7 @@ def run_pool(
             if next_unit[chain] < len(chains[chain]):
                 heappush(waiting_chains, (key(seconds_left[chain], arrival, draw()), arrival, chain))
                 arrival += 1
-    return units
+    return started_units
 
 
 @dataclass(frozen=True)

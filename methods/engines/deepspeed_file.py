@@ -319,14 +319,14 @@ class DeepSpeedFile:
         return data
 
     def plan(self, workload: Workload, room: Room, num_ranks: int) -> Plan:
-        """Return the plan of a rank by the configuration's stage and offload, with its own sizes of buckets."""
+        """Return the plan of a rank, by the stage, the offload and the bucket sizes of the configuration."""
         plan = zero_plan(workload, room, self.stage, self.offload, num_ranks)
         if not self.stage:
             return plan
         zero, size, params = self.zero(workload), workload.weight_bytes, workload.num_params
         bucket = int(zero.get("reduce_bucket_size", BUCKET_SIZE))
         if room.device_bytes is None:
-            # a device's memory is taken when a tensor is made, a host's when it is written
+            # A bucket on the host takes memory only where it is written. On a device it takes all its memory at once.
             bucket = min(bucket, params)
         device = dict(plan.device)
         if self.stage == 3:

@@ -16,7 +16,8 @@ from harness.base.json_object import JsonObject
 from harness.base.registry import did_you_mean
 
 AUTO = "auto"  # Hugging Face's word for a value that the caller gives
-# value of a method's option until its plan takes it from the configuration; None is a value, too
+# Stands for an option that the user did not give: the method's plan takes its value from the configuration or, without
+# one, the default. None cannot stand for it, because some options may be None.
 UNSAID: Any = AUTO
 MOST_CHARACTERS = 80  # most characters of a value in a message
 

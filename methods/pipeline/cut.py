@@ -336,8 +336,8 @@ def give_memory(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def choose_cuts(flops: Sequence[int], has_parameters: Sequence[bool], num_stages: int) -> list[int]:
-    """Return the active cuts that make the longest stage as short as possible. Every stage but the last also recomputes
-    its forward pass, which counts in its time.
+    """Return the active cuts, as indexes of CutPoints, that make the longest stage as short as possible. The time of
+    every stage but the last includes the recompute of its forward pass.
 
     `flops`: FLOPs of a forward pass through each run of modules between neighboring CutPoints. `has_parameters`:
     whether the run has parameters. Raises ValueError if there are too few CutPoints, or if a stage would have no

@@ -106,9 +106,8 @@ class Gradients:
             [index_of_name[name] for name in self.counted_names], dtype=torch.long
         )
         self.num_names = len(names)
-        self.step_grads: list[
-            tuple[Tensor | None, int]
-        ] = []  # gradients of the last step, with their versions
+        # gradients of the last step, with their versions
+        self.step_grads: list[tuple[Tensor | None, int]] = []
 
     def reduce(
         self, loss: Tensor, check_numbers: Tensor, scale: float = 1.0
@@ -117,8 +116,8 @@ class Gradients:
         the results in the masters' gradients; a weight that no pass has used has none. Return the loss of the global
         batch, the gradient norm, and the sum of all ranks' `check_numbers`.
 
-        loss: (), the sum over the micro-batches of this rank; 0 on all stages but the last. check_numbers:
-        the numbers of MeanCheck.
+        `loss`: a scalar, the sum of the losses of this rank's micro-batches; 0 on all stages but the last.
+        `check_numbers`: the numbers of MeanCheck.
         """
         has_grad = torch.tensor(
             [master.grad is not None for master in self.masters.values()], dtype=torch.float32

@@ -21,7 +21,7 @@ class Rounded(Method):
     label = "The reference by other roundings"
     scales_loss = True
     accumulates = True
-    takes_config = True
+    takes_config = True  # trains models that a config.json describes, too
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         plan, num_models = resident_plan(workload), len(self.names.split(","))

@@ -219,9 +219,14 @@ class Dispatcher:
         self.splits.append((task.model, index))
 
     def summary(self) -> dict[str, float]:
-        """Return figures of the whole run: the makespan, the makespan predicted from two rounds, a lower bound on it
-        for these units (all in seconds), the ratio of makespan to bound, and the share of time in which the devices
-        were busy. Return an empty dict for a single model.
+        """Return figures of the whole run; an empty dict for a single model.
+
+        predicted_makespan_seconds: the makespan that a simulation predicts from each model's first two rounds, see
+        _predicted().
+        makespan_seconds: the seconds from the run's begin to the end of its last unit.
+        lower_bound_seconds: the seconds below which no order of these units can end.
+        ratio: makespan_seconds / lower_bound_seconds.
+        utilization: the share of the devices' time in which they computed units, from 0 to 1.
         """
         if len(self.chains) < 2:
             return {}

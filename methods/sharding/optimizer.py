@@ -98,19 +98,21 @@ def step(
     In the first step the optimizer makes its own states, outside of the slot, and these are copied into the slot. To
     keep few states outside at once, the first step updates one parameter at a time.
     """
-    states_in_step = [dict(state) for state in states]
+    states_for_optimizer = [dict(state) for state in states]
     if not is_first:
-        states_in_step = with_numbers_on_host(optimizer, states)
-    triples = zip(parameters, states, states_in_step, strict=True)
-    updates = [(parameter, parameter.grad, state, step_states) for parameter, state, step_states in triples]
+        states_for_optimizer = with_numbers_on_host(optimizer, states)
+    triples = zip(parameters, states, states_for_optimizer, strict=True)
+    updates = [
+        (parameter, parameter.grad, state, optimizer_states) for parameter, state, optimizer_states in triples
+    ]
     for parameter in parameters:
         parameter.grad = None  # the optimizer skips a parameter without a gradient
     batches_of_updates = [[parameter_update] for parameter_update in updates] if is_first else [updates]
     for updates_at_once in batches_of_updates:
-        for parameter, grad, _, step_states in updates_at_once:
+        for parameter, grad, _, optimizer_states in updates_at_once:
             parameter.grad = grad
             if not is_first:
-                optimizer.state[parameter] = step_states
+                optimizer.state[parameter] = optimizer_states
         optimizer.step()
         for parameter, _, state, _ in updates_at_once:
             parameter.grad = None

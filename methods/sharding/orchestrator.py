@@ -152,8 +152,8 @@ ModelTask.__init__ = _names_itself(ModelTask.__init__)  # type: ignore[method-as
 
 @dataclass
 class Report:
-    """The report on a training of several models. `summary`: the figures of Dispatcher.summary(), in seconds and
-    ratios. `timeline`: all units that ran."""
+    """The report on a training of several models. `summary`: the figures of Dispatcher.summary(): makespans in
+    seconds, their ratio, and the devices' utilization. `timeline`: all units that ran."""
 
     summary: dict[str, float]
     timeline: list[TimelineUnit]

@@ -214,9 +214,9 @@ def split_shard(shards: list[Shard], index: int) -> None:
     """Replace shard `index`, which has several layers, by two shards that are as equal in bytes as possible."""
     whole = shards[index]
     sizes = [0] * len(whole.layers)
-    for name in whole.home_names:
-        extent = whole.weight_layout.places[name]
-        sizes[whole.sites[name][0][0]] += extent.stop - extent.start
+    for weight_name in whole.home_names:
+        extent = whole.weight_layout.places[weight_name]
+        sizes[whole.sites[weight_name][0][0]] += extent.stop - extent.start
     cut_index = min(range(1, len(sizes)), key=lambda index: max(sum(sizes[:index]), sum(sizes[index:])))
     first_half = _half(whole, whole.named_layers[:cut_index], {})
     lenders = dict.fromkeys(first_half.home_names, first_half)
@@ -229,15 +229,19 @@ def split_shard(shards: list[Shard], index: int) -> None:
     first_half.summed_names = (whole.summed_names | second_half.sites.keys()) & first_half.sites.keys()
     whole.release()
     shards[index : index + 1] = [first_half, second_half]
-    for other in shards:
-        for name, lender in other.lenders.items():
+    for shard in shards:
+        for weight_name, lender in shard.lenders.items():
             if lender is whole:
-                other.lenders[name] = first_half if name in first_half.home_names else second_half
+                is_in_first_half = weight_name in first_half.home_names
+                shard.lenders[weight_name] = first_half if is_in_first_half else second_half
 
 
 def _half(whole: Shard, layers: list[ShardLayer], lenders: dict[str, Shard]) -> Shard:
-    names = {name for layer in layers for name in layer.names.values()}
-    lenders = {name: lender for name, lender in {**whole.lenders, **lenders}.items() if name in names}
+    weight_names = {weight_name for layer in layers for weight_name in layer.names.values()}
+    all_lenders = {**whole.lenders, **lenders}
+    lenders = {
+        weight_name: all_lenders[weight_name] for weight_name in all_lenders if weight_name in weight_names
+    }
     half = Shard(layers, lenders, whole.make_optimizer, is_mixed=whole.is_mixed)
     half.offload_event, half.fetch_event = whole.offload_event, whole.fetch_event
     return half

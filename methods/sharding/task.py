@@ -241,7 +241,9 @@ class Task:
 
     def version(self, index: int) -> Version:
         lenders = set(self.shards[index].lenders.values())
-        borrowed = sum(self.updates[other] for other, shard in enumerate(self.shards) if shard in lenders)
+        borrowed = sum(
+            self.updates[lender_index] for lender_index, shard in enumerate(self.shards) if shard in lenders
+        )
         return Version(self.updates[index], borrowed)
 
 

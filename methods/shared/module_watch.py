@@ -38,18 +38,16 @@ Attributes = dict[str, Any]  # a module's attributes, by name
 
 
 class ModuleState(NamedTuple):
-    """A module's state. `marks`: of each tensor where its memory is, and its version. `attributes`, `contents`: the
-    values of each module's attributes, and the items of those that are containers. `versions`: of the tensors among
-    arguments and attributes. `sums`: of each tensor's bytes; None: values are not compared."""
+    """A module's state at one time, which is compared with its state after a pass."""
 
     tensors: list[Tensor]
-    marks: list[Any]
-    attributes: list[list[Any]]
-    contents: list[list[Any]]
-    versions: list[tuple[str, Tensor, int]]
-    generators: list[Any]
-    sums: list[int] | None
-    random: list[Any]
+    marks: list[Any]  # for each tensor: where its memory is, and its version
+    attributes: list[list[Any]]  # for each module: the values of its attributes
+    contents: list[list[Any]]  # the items of the containers among the attributes
+    versions: list[tuple[str, Tensor, int]]  # of the tensors among arguments and attributes
+    generators: list[Any]  # states of the generators of random numbers
+    sums: list[int] | None  # for each tensor: the sum of its bytes; None: values are not compared
+    random: list[Any]  # states of the global random generators
 
 
 class ModuleWatch:
@@ -278,8 +276,8 @@ def _leaves(arguments: Any) -> Sequence[Any]:
 
 
 def _items(container: Any) -> list[Any]:
-    """Return the items of a container, or a tensor, with those of the containers within."""
-    if isinstance(container, dict):  # also one of a class that tree_leaves() does not know
+    """Return, in one list, the items of a container and of the containers in it; for a tensor, the tensor alone."""
+    if isinstance(container, dict):  # tree_leaves() does not look into a subclass of dict
         container = list(container.values())
     return list(container) if isinstance(container, set) else tree_leaves(container)
 

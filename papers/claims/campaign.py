@@ -155,7 +155,7 @@ class Campaign:
                     PlannedRun([number], job, plan, missing, is_search=True),
                     self._num_claims(number, name),
                 )
-        depths = searches.sizes(its_case.searches, records)
+        depths = searches.largest_depths(its_case.searches, records)
         unfinished = {run.job.method for run in runs if run.missing}
         certain_depths = {name: depth for name, depth in depths.items() if name not in unfinished}
         guesses = {name: depth for name, depth in planned_depths.items() if name in unfinished}

@@ -213,7 +213,7 @@ def pair_points(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[RepeatsPair], li
     for workload, a_points in a.groupby("workload", sort=False):
         if workload not in b_by_workload:
             continue
-        for a_side, b_side in _in_same_setting(a_points, b_by_workload[workload]):
+        for a_side, b_side in _pairs_by_setting(a_points, b_by_workload[workload]):
             paired = a_side.merge(b_side, on="name")
             if paired.empty:
                 a_side, b_side = _with_throughput(a_side), _with_throughput(b_side)
@@ -231,7 +231,7 @@ def pair_points(a: pd.DataFrame, b: pd.DataFrame) -> tuple[list[RepeatsPair], li
     return point_pairs, complaints
 
 
-def _in_same_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+def _pairs_by_setting(a: pd.DataFrame, b: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
     """Return a pair for each setting in which both sides have runs: A's points and B's points. If points of one side
     have the same name, only the newest is kept."""
     for dropped in range(len(SETTING_FIELDS) + 1):

@@ -22,8 +22,8 @@ NOT_TESTED, OTHER_MACHINE, SIMULATED = "NOT TESTED", "N/A", "SIMULATED"
 # every verdict, in the order in which `verify` lists them
 VERDICTS = (PASS, FAIL, XFAIL, XPASS, OPEN, SIMULATED, NOT_TESTED, OTHER_MACHINE)
 BAD_VERDICTS = (FAIL, XPASS)
-# by verdict of the numbers alone: the end of a sentence that begins with "numbers by themselves"
-NUMBERS_TEXTS = {
+# by verdict of the numbers alone: the end of the sentence that begins with "numbers by themselves"
+NUMBERS_SENTENCE_ENDS = {
     HOLD: "would hold",
     BROKEN: "would fail, too",
     OPEN: "are not distinguishable",
@@ -155,18 +155,18 @@ def _judge_table(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
         reason = (without_result or unjudged or [f"search not finished: {shortened(searched)}"])[0]
         return Finding(claim, NOT_TESTED, note=f"{call} ({reason})", profile=profile, rests_on=tuple(rows))
     has_numbers = all(row.has_number for row in rows)
-    by_numbers = examine(claim.expected, rows) if has_numbers else Examination("", "no number")
+    examination = examine(claim.expected, rows) if has_numbers else Examination("", "no number")
     untrained = [row for row in rows if not row.valid or not row.has_number]
     if untrained:  # an expected failure does not excuse a run that did not train
         verdict, note = FAIL, f"{UNTRAINED_TEXT}: {shortened([_reason_text(row) for row in untrained])}"
     else:
-        verdict, note = _verdict_of_trained(claim, profile, rows, by_numbers)
+        verdict, note = _verdict_of_trained(claim, profile, rows, examination)
     return Finding(
         claim,
         verdict,
-        by_numbers.values_text,
+        examination.values_text,
         note,
-        by_numbers.verdict,
+        examination.verdict,
         profile,
         tuple(rows),
         is_untrained=bool(untrained),
@@ -174,19 +174,19 @@ def _judge_table(claim: Claim, profile: str, rows: list[FigureRow]) -> Finding:
 
 
 def _verdict_of_trained(
-    claim: Claim, profile: str, rows: list[FigureRow], by_numbers: Examination
+    claim: Claim, profile: str, rows: list[FigureRow], examination: Examination
 ) -> tuple[str, str]:
     """Return the verdict on a claim all of whose rows trained, and a note."""
     if any(row.is_simulated for row in rows):
-        return SIMULATED, f"computed or timed by a simulation, not measured; {by_numbers.how_bounded}"
+        return SIMULATED, f"computed or timed by a simulation, not measured; {examination.how_bounded}"
     if doubts := doubts_text({row_label(row): row for row in rows}):
         call = scaled.profile_command(claim.case, profile)
         return OPEN, f"doubtful: {doubts}; try {call} --repeats 3 when idle"
-    if by_numbers.verdict == OPEN:
-        return OPEN, f"{by_numbers.how_bounded}; more runs of the case may tell them apart"
+    if examination.verdict == OPEN:
+        return OPEN, f"{examination.how_bounded}; more runs of the case may tell them apart"
     if claim.xfail:
-        return (XPASS if by_numbers.verdict == HOLD else XFAIL), claim.xfail
-    return (PASS if by_numbers.verdict == HOLD else FAIL), by_numbers.how_bounded
+        return (XPASS if examination.verdict == HOLD else XFAIL), claim.xfail
+    return (PASS if examination.verdict == HOLD else FAIL), examination.how_bounded
 
 
 def _rows_of_claim(claim: Claim, rows: list[FigureRow]) -> list[FigureRow]:

@@ -14,7 +14,7 @@ from harness.core.record import Record, records_of
 from harness.devices import named_machines
 from papers.claims import claims, judge
 from papers.claims.claims import Claim
-from papers.claims.judge import IMPORTED, NUMBERS_TEXTS, PUBLISHED, VERDICTS, Finding, is_of_logs
+from papers.claims.judge import IMPORTED, NUMBERS_SENTENCE_ENDS, PUBLISHED, VERDICTS, Finding, is_of_logs
 from papers.figures import case
 from papers.figures.point import FigureRow, machine_of, row_of
 from papers.figures.points import of_newest_key
@@ -148,7 +148,7 @@ def print_findings(findings: list[Finding], as_json: bool) -> None:
 def _finding_cells(finding: Finding) -> list[str]:
     claim, values = finding.claim, finding.values_text
     if finding.is_untrained and finding.numbers_verdict:
-        values += f"\nnumbers by themselves {NUMBERS_TEXTS[finding.numbers_verdict]}"
+        values += f"\nnumbers by themselves {NUMBERS_SENTENCE_ENDS[finding.numbers_verdict]}"
     limits = f"\n{claim.expected.text}" if finding.values_text else ""
     return [claim.id, finding.verdict, values, claim.text + limits, _grounds(finding)]
 
@@ -168,11 +168,11 @@ def closing_lines(findings: list[Finding]) -> list[str]:
     lines of their own, one for each verdict that their numbers alone would give."""
     untrained = "FAIL, rests on a run that did not train, whose numbers by themselves {}"
     groups: dict[str, list[str]] = {
-        heading: [] for heading in (*VERDICTS, *map(untrained.format, NUMBERS_TEXTS.values()))
+        heading: [] for heading in (*VERDICTS, *map(untrained.format, NUMBERS_SENTENCE_ENDS.values()))
     }
     for finding in findings:
-        by_numbers = untrained.format(NUMBERS_TEXTS[finding.numbers_verdict])
-        groups[by_numbers if finding.is_untrained else finding.verdict].append(finding.claim.id)
+        untrained_heading = untrained.format(NUMBERS_SENTENCE_ENDS[finding.numbers_verdict])
+        groups[untrained_heading if finding.is_untrained else finding.verdict].append(finding.claim.id)
     return [
         f"{heading}: {len(identifiers)} of {len(findings)}: {', '.join(identifiers)}"
         for heading, identifiers in groups.items()

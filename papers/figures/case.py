@@ -56,9 +56,9 @@ class Case(ABC):
         guard(cls, (OSError,))
 
     @abstractmethod
-    def jobs(self, case_profile: CaseProfile, sizes: dict[str, int]) -> Sequence[Job]:
-        """Return the case's jobs in a profile. `sizes`: by name of a method in `searches`, the largest depth that
-        trained; a method of which it is not known is left out."""
+    def jobs(self, case_profile: CaseProfile, depth_by_method: dict[str, int]) -> Sequence[Job]:
+        """Return the case's jobs in a profile. `depth_by_method`: by name of a method in
+        `searches`, the largest depth that trained; a method whose largest depth is not known is left out."""
 
     def profiles(self, case_profile: CaseProfile) -> Sequence[CaseProfile]:
         """Return the profiles that the case's jobs belong to, when the call asks for the profile `case_profile`."""

@@ -71,7 +71,7 @@ def _is_refused_beyond(record: Record) -> bool:
     return planned_bytes > host_bytes
 
 
-def sizes(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
+def largest_depths(names: Sequence[str], records: Sequence[Record]) -> dict[str, int]:
     """Return, by method, the largest depth that trained and passed the gate. A method without such a depth is left
     out."""
     best_runs = {name: largest_and_failed(name, records)[0] for name in names}

@@ -1,5 +1,5 @@
-"""Makes tables of a page from records, rows and findings. A table is a data frame of cells, with its caption in
-`attrs`."""
+"""Makes the tables of the report's page from records, rows of figures and findings on claims. A table is a pandas
+DataFrame whose values are of the class Cell; `DataFrame.attrs` holds its caption."""
 
 from __future__ import annotations
 
@@ -433,5 +433,5 @@ def finding_reason_text(finding: Finding) -> str:
         f"profile {finding.profile}" if finding.profile not in ("", judge.PUBLISHED, judge.IMPORTED) else ""
     )
     alone = finding.numbers_verdict if finding.is_untrained else ""
-    numbers_text = f"its numbers by themselves {judge.NUMBERS_TEXTS[alone]}" if alone else ""
+    numbers_text = f"its numbers by themselves {judge.NUMBERS_SENTENCE_ENDS[alone]}" if alone else ""
     return "; ".join(part for part in (measured, finding.note, numbers_text) if part)

@@ -50,14 +50,18 @@ def image(context: click.Context) -> None:
     help="Install from the wheels in this folder, without network; pip wheel -w DIR makes them.",
 )
 @click.option(
-    "--build-arg", "build_args", multiple=True, metavar="NAME=VALUE", help="Set an ARG of docker/Dockerfile."
+    "--build-arg",
+    "build_arg_texts",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set an ARG of docker/Dockerfile.",
 )
 def build(
-    device: str, name: str | None, base: str | None, wheelhouse: Path | None, build_args: tuple[str, ...]
+    device: str, name: str | None, base: str | None, wheelhouse: Path | None, build_arg_texts: tuple[str, ...]
 ) -> None:
     """Build the image from docker/Dockerfile with the pinned dependencies. The build takes some minutes."""
     client, name = engine(), name or default_image(device)
-    build_arguments = dict(text.partition("=")[::2] for text in build_args) | {"DEVICE": device}
+    build_arguments = dict(text.partition("=")[::2] for text in build_arg_texts) | {"DEVICE": device}
     from docker.errors import APIError
 
     with tempfile.TemporaryFile() as context:

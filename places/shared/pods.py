@@ -135,11 +135,14 @@ class PodLog:
         from kubernetes.client import ApiException
         from urllib3.exceptions import HTTPError
 
-        num_known, partial_line = self.num_read, b""
+        num_lines_to_skip, partial_line = self.num_read, b""
         try:
             for data in self.open_log().stream(2**16):
                 *lines, partial_line = (partial_line + data).split(b"\n")
-                new_lines, num_known = lines[num_known:], max(0, num_known - len(lines))
+                new_lines, num_lines_to_skip = (
+                    lines[num_lines_to_skip:],
+                    max(0, num_lines_to_skip - len(lines)),
+                )
                 for line in new_lines:
                     self.lines.put(line)
                 self.num_read += len(new_lines)

@@ -18,7 +18,7 @@ from cases import _release_words as release_words
 from cases import case10
 from cases._release_reports import REPORTS
 from cases._release_script import script
-from cases._releases import ENGINES, ROWS, UNSEEN, columns_of, order
+from cases._releases import ENGINES, SETTING_ROWS, UNSEEN, columns_of, order
 from cases.case10 import CellChoice, cells_of
 from harness.core.record import Gate, Record
 from harness.plan.fit import resolve
@@ -29,7 +29,7 @@ from tests.papers.figures.test_case import DEMO, record
 from tests.support.ports import free_ports
 
 MAP = case10.ReleaseMap()
-SCRIPTED = [name for name, row in ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
+SCRIPTED = [name for name, row in SETTING_ROWS.items() if ENGINES[row.engine].script and row.is_scripted]
 # What public threads told of wrong trainings when the map was made.
 KNOWN = (
     *(
@@ -74,7 +74,7 @@ def row(name: str, release: str, verdict: str = "passed", reason: str = "") -> F
     load = case10.workload_of(name)
     return FigureRow(
         "loss_difference",
-        ROWS[name].method,
+        SETTING_ROWS[name].method,
         load.num_layers,
         load.hidden_size,
         None,
@@ -101,35 +101,35 @@ def test_each_known_report_is_in_the_table(thread: str) -> None:
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.threads[0])
 def test_a_report_is_about_rows_or_has_a_reason(report: Any) -> None:
-    assert bool(report.rows) != bool(report.why_no_row) and set(report.rows) <= set(ROWS)
+    assert bool(report.rows) != bool(report.why_no_row) and set(report.rows) <= set(SETTING_ROWS)
     assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", thread) for thread in report.threads)
-    known = [release for name in report.rows for release in ENGINES[ROWS[name].engine].releases]
+    known = [release for name in report.rows for release in ENGINES[SETTING_ROWS[name].engine].releases]
     assert {report.since, report.until} <= {"", *known} or not known
 
 
 def test_the_map_has_every_stage_with_and_without_offload_and_micro_batches() -> None:
     settings = {
         (row.options.get("stage"), row.options.get("offload"), row.workload.get("micro_batches", 1))
-        for row in ROWS.values()
+        for row in SETTING_ROWS.values()
         if row.method == "deepspeed"
     }
     places = [(stage, None) for stage in range(4)] + [(1, "optimizer"), (2, "optimizer"), (3, "all")]
     assert {(*place, parts) for place in places for parts in (1, 4)} <= settings
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", SETTING_ROWS)
 def test_the_jobs_of_a_row_are_those_of_a_profile_of_the_case_and_of_no_other_row(name: str) -> None:
     """What a method cannot train raises an error."""
     release = columns_of(name)[0] if len(columns_of(name)) > 1 else None
     job = resolve(case10.job_of(DEMO, name, release))[0]
     assert case.has_job(DEMO, job) and job.device == "cpu"
-    assert set(ROWS[name].unseen) <= set(UNSEEN)
+    assert set(SETTING_ROWS[name].unseen) <= set(UNSEEN)
     assert [row.series for row in MAP.table([record(job)], DEMO)] == [name]
 
 
 def test_the_case_itself_runs_only_installed_releases() -> None:
     jobs = MAP.jobs(DEMO, {})
-    assert len(jobs) == len(ROWS) and not any("release" in job.options for job in jobs)
+    assert len(jobs) == len(SETTING_ROWS) and not any("release" in job.options for job in jobs)
 
 
 def test_a_cell_is_named_by_the_release_that_ran() -> None:

@@ -264,7 +264,7 @@ def test_a_file_that_was_executed_in_another_state_is_told(
     executed_ns = edited(file, while_it_ran) if while_it_ran else executed_ns
     if afterwards:
         edited(file, afterwards)
-    assert before.changed([Executed(str(file), executed_ns)], identity.CodeIdentity.of(file)) == changed
+    assert before.changed_files([Executed(str(file), executed_ns)], identity.CodeIdentity.of(file)) == changed
 
 
 def test_a_file_of_another_name_is_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

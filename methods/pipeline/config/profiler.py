@@ -302,7 +302,9 @@ class Profiler:
         self._synchronize()
         seconds, waited_seconds = time.perf_counter() - began_at, self._waited_seconds() - waited_seconds
         self._elapsed_seconds += seconds
-        core_seconds = max(0.0, seconds - waited_seconds)  # the kernel counts the wait by another clock
+        core_seconds = max(
+            0.0, seconds - waited_seconds
+        )  # negative by chance: Linux counts the wait by another clock
         self._core_seconds += core_seconds
         return result, core_seconds
 

@@ -371,8 +371,9 @@ class PlacedLayers:
         workload = self.workload
         if isinstance(workload, UserSizes):  # at an update all measured activations may still be in memory
             return Activations(workload.activations, 0, workload.activations)
-        # While one micro-batch computes, the other micro-batches wait in memory. At the loss each micro-batch keeps its
-        # output and the output's gradient; at the top layers each also keeps its input and the input's gradient.
+        # While one micro-batch computes, the other micro-batches wait in memory. While the head computes, each waiting
+        # micro-batch keeps 2 boundaries: the top layer's output and the output's gradient. While a top layer computes,
+        # it keeps 4: also the layer's input and the input's gradient.
         boundary_bytes = workload.boundary_bytes
         waiting_bytes = boundary_bytes - boundary_bytes // workload.micro_batches
         bytes_at_head = self.num_kept_boundaries * boundary_bytes + workload.head_bytes + 2 * waiting_bytes
