@@ -47,7 +47,7 @@ def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("launch", "prepare"):
             patch.setattr(f"harness.jobs.sweep.{name}", refuse)
-        for module, name in ((named_machines, "load"), (claims, "load"), (identity, "source_hash")):
+        for module, name in ((named_machines, "load"), (claims, "load_claims"), (identity, "source_hash")):
             patch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
 
