@@ -30,6 +30,13 @@ class ZenFlow(DeepSpeedMethod):
     takes_config = True  # trains models that a config.json describes, too
 
     def plan(self, workload: Workload, room: Room) -> Plan:
+        """Raises ValueError for a mixture of experts: DeepSpeed's ZenFlow selects columns of matrices alone."""
+        for name, shape in workload.anatomy.layer.items():
+            if len(shape) > 2:
+                message = (
+                    f"expected matrices, whose columns it selects, got {name}, the matrices of all experts"
+                )
+                raise ValueError(f"{self.label}: {message}; try -m zero-offload or stronghold")
         params, size = workload.num_params, workload.weight_bytes
         return Plan(
             device={

@@ -159,6 +159,16 @@ def test_biases_of_experts_start_from_zeros_as_in_transformers() -> None:
     assert biases and not any(weight.detach().any() for weight in biases)
 
 
+def test_methods_of_matrices_alone_refuse_a_mixture_by_name() -> None:
+    workload = configured("mixtral")
+    for name, message in (
+        ("zenflow", r"ZenFlow: expected matrices.* got mlp\.experts\.gate_up_proj"),
+        ("megatron-lm", "expected a model of type llama, mistral, qwen2, qwen3, got mixtral"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            create(name, {}).plan(workload, Room())
+
+
 def write(folder: Path, tensors: dict[str, torch.Tensor]) -> Workload:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
