@@ -61,7 +61,9 @@ def test_a_name_tells_the_number_of_parameters(name: str) -> None:
     model = named_models.load(name)
     published = float(number) * {"m": 1e6, "b": 1e9}[unit]
     within = 0.14 if "our architecture" in model.about else 0.05
-    assert Workload(**model.sizes).num_params == pytest.approx(published, rel=within)
+    # of a model by its config.json, whose sliding window may be short, the number depends on no sample
+    sizes = {**model.sizes, "seq_len": 128} if "config" in model.sizes else model.sizes
+    assert Workload(**sizes).num_params == pytest.approx(published, rel=within)
 
 
 # Layers, width and heads by the comments of microsoft/varuna's examples/Megatron-LM/pretrain_gpt2_varuna.sh.
