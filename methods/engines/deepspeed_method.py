@@ -8,15 +8,8 @@ from importlib.util import find_spec
 from harness.base.json_object import JsonObject
 from harness.core.job import Workload
 from harness.core.method import Training
-from methods.engines.deepspeed_config import (
-    ACCUMULATIONS,
-    ADAMS,
-    KERNELS,
-    NEEDS_DEEPSPEED,
-    EngineSettings,
-    is_kernel_built,
-    missing_to_build,
-)
+from methods.engines import deepspeed_config
+from methods.engines.deepspeed_config import EngineSettings
 from methods.engines.release import ReleasedMethod
 from methods.shared.memory_needs import describe
 
@@ -27,14 +20,17 @@ class DeepSpeedMethod(ReleasedMethod):
     package = "deepspeed"
     color = "#E7D6EF"
     log_dialect = "deepspeed"
-    adam = "deepspeed"  # the host's Adam: a key of ADAMS
+    adam = "deepspeed"  # the host's Adam: a key of deepspeed_config.ADAMS
     reentrant = False  # True: use torch's older recompute
     world_size = 1  # ranks
     accumulates = True
-    accumulation = "engine"  # a key of ACCUMULATIONS
+    accumulation = "engine"  # a key of deepspeed_config.ACCUMULATIONS
 
     def __post_init__(self) -> None:
-        for name, allowed in (("adam", ADAMS), ("accumulation", ACCUMULATIONS)):
+        for name, allowed in (
+            ("adam", deepspeed_config.ADAMS),
+            ("accumulation", deepspeed_config.ACCUMULATIONS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         super().__post_init__()
@@ -56,16 +52,20 @@ class DeepSpeedMethod(ReleasedMethod):
 
     def missing(self, device: str) -> str | None:
         if not find_spec("deepspeed"):
-            return NEEDS_DEEPSPEED
-        return missing_to_build(self.kernel, self.other_release) if self.kernel else None
+            return deepspeed_config.NEEDS_DEEPSPEED
+        return deepspeed_config.missing_to_build(self.kernel, self.other_release) if self.kernel else None
 
     @property
     def build_seconds(self) -> int:  # type: ignore[override]
-        return KERNELS[self.kernel][1] if self.kernel else 0
+        return deepspeed_config.KERNELS[self.kernel][1] if self.kernel else 0
 
     def to_build(self) -> str | None:
         texts, kernel, release = [super().to_build()], self.kernel, self.other_release
-        if kernel and not is_kernel_built(kernel, release) and not missing_to_build(kernel, release):
+        if (
+            kernel
+            and not deepspeed_config.is_kernel_built(kernel, release)
+            and not deepspeed_config.missing_to_build(kernel, release)
+        ):
             texts.append(f"DeepSpeed's {kernel}, once, about {self.build_seconds} seconds on two cores")
         return "; ".join(filter(None, texts)) or None
 
@@ -77,7 +77,7 @@ class DeepSpeedMethod(ReleasedMethod):
             deepspeed.compile_kernel(self.kernel, self.other_release)
 
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        row = describe(workload, self.implementation, ADAMS[self.adam])
+        row = describe(workload, self.implementation, deepspeed_config.ADAMS[self.adam])
         recompute = f"{row['recompute']}{', reentrant' if self.reentrant else ''}"
         return {**row, "recompute": recompute, "clipping": "global norm, by the engine"}
 
