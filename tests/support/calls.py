@@ -55,7 +55,7 @@ VALUES = {
     "arguments": "-m l2l -l 2 -h 256",
     "sizes": "-h 256 -b 2",
     "load.dtype": "fp32",
-    "named_machines.options_text(name)": "--machine v100-vm",
+    "named_machines.options_text(machine_name)": "--machine v100-vm",
     "file.name": str(ROOT / "README.md"),
     "extra[1]": "doctor",
 }
