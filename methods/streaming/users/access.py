@@ -82,7 +82,13 @@ class ScriptAccess:
 
     # ---- Each use of a parameter
 
-    def observe(self, parameter: nn.Parameter, function: Any, args: tuple[Any, ...]) -> None:
+    def observe(
+        self,
+        parameter: nn.Parameter,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         place, name = self.places[id(parameter)], self.user.names[id(parameter)]
         if not args or args[0] is not parameter:
             self.touch(place)
@@ -92,7 +98,8 @@ class ScriptAccess:
             raise ValueError(MEMORY.format(name))
         elif function in FREEZE:
             is_trained = not self.user.are_frozen[place]
-            if all(args[1:]) != is_trained:
+            # the one argument, by place or by name, says whether the parameter is trained; without it, it is
+            if all((*args[1:], *kwargs.values())) != is_trained:
                 raise ValueError(FROZEN_LATER.format(name, is_trained, not is_trained))
         elif function == SET_DATA:
             if not _is_same_memory(parameter, args[1]):

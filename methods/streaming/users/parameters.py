@@ -36,7 +36,13 @@ METADATA |= {torch.numel, torch.is_floating_point, torch.is_complex, torch._has_
 class Observer(Protocol):
     """Is called before torch's function `function` is called with these arguments, among them `parameter`."""
 
-    def observe(self, parameter: nn.Parameter, function: Any, args: tuple[Any, ...]) -> None: ...
+    def observe(
+        self,
+        parameter: nn.Parameter,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None: ...
 
 
 class ObservedParameter(nn.Parameter):
@@ -52,7 +58,7 @@ class ObservedParameter(nn.Parameter):
             if func not in METADATA:
                 for leaf in tree_leaves((args, kwargs)):
                     if isinstance(leaf, ObservedParameter) and (observer := leaf.observer()):
-                        observer.observe(leaf, func, args)
+                        observer.observe(leaf, func, args, kwargs)
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

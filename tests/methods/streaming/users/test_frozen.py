@@ -236,6 +236,33 @@ def test_a_frozen_layer_takes_its_weights_alone_of_the_host(dtype: str, size: in
         assert all(state.spare is None for state in states)
 
 
+CHANGES: dict[str, Callable[[nn.Parameter, bool], object]] = {
+    "by place": lambda weight, is_trained: weight.requires_grad_(is_trained),
+    "by name": lambda weight, is_trained: weight.requires_grad_(requires_grad=is_trained),
+    "of the class": lambda weight, is_trained: Tensor.requires_grad_(weight, requires_grad=is_trained),
+    "by the attribute": lambda weight, is_trained: setattr(weight, "requires_grad", is_trained),
+}
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whether_a_parameter_is_trained_may_not_change_however_the_call_says_it(
+    change: str, is_trained: bool
+) -> None:
+    model = models.new_model("llama")
+    layers = model.layers
+    layers[1].requires_grad_(False)
+    optimizer = optimizer_of([parameter for parameter in model.parameters() if parameter.requires_grad])
+    weights = {weight.requires_grad: weight for weight in (layers[0].q.weight, layers[1].q.weight)}
+    message = (
+        f"q.weight: expected requires_grad={not is_trained}, as when the trainer was made, got {is_trained}"
+    )
+    with StrongholdTrainer(model, layers, optimizer, device="cpu"):
+        CHANGES[change](weights[is_trained], is_trained)
+        with pytest.raises(ValueError, match=message):
+            CHANGES[change](weights[not is_trained], is_trained)
+
+
 @pytest.mark.parametrize(("trainer", "num_fetches"), [("l2l", 2 * LAYERS), ("window 1", 2 * (LAYERS - 1))])
 def test_a_step_copies_weights_in_and_nothing_out(trainer: str, num_fetches: int) -> None:
     model = lora("llama", torch.bfloat16)
