@@ -93,7 +93,10 @@ class ScriptAccess:
         if not args or args[0] is not parameter:
             self.touch(place)
         elif function in HOOKS:
-            raise ValueError(f"{name}: expected no gradient hooks, got one: streaming does not call hooks")
+            raise ValueError(
+                f"{name}: expected no gradient hooks, got one: streaming does not call hooks; try to change .grad"
+                " between backward() and step()"
+            )
         elif function in MOVES:
             raise ValueError(MEMORY.format(name))
         elif function in FREEZE:
@@ -177,7 +180,10 @@ class ScriptAccess:
         training = self.training
         if self.user.are_frozen[place]:
             if is_set:
-                raise ValueError(f"{name}: expected no gradient of a frozen parameter, got one that is set")
+                raise ValueError(
+                    f"{name}: expected no gradient of a frozen parameter, got one that is set; try"
+                    " requires_grad_() before the trainer is made"
+                )
         elif not training.num_backward:
             if is_set:
                 raise ValueError(

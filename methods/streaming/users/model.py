@@ -119,7 +119,8 @@ class UserModel:
                 )
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise ValueError(
-                    f"parameter {name}: expected no gradient hooks, got some: streaming does not call hooks"
+                    f"parameter {name}: expected no gradient hooks, got some: streaming does not call hooks; try to"
+                    " change .grad between backward() and step()"
                 )
         # adapters on frozen layers may have a dtype of their own
         parts = (streamed, self.rest) if all(self.are_frozen) else ([*streamed, *self.rest],)
@@ -149,7 +150,9 @@ class UserModel:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for part in self.trained_parts for parameter in part]
         if not trained:
-            raise ValueError("expected parameters with requires_grad=True, got a model that is frozen")
+            raise ValueError(
+                "expected parameters with requires_grad=True, got none; try requires_grad_(), or adapters of peft"
+            )
         if lacks := [self.names[id(parameter)] for parameter in trained if id(parameter) not in known]:
             raise ValueError(
                 f"the optimizer lacks {len(lacks)} parameters, such as {lacks[0]}; add them, or freeze them"
