@@ -237,13 +237,12 @@ def give(parameter: nn.Parameter, memory: Tensor) -> None:
     parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
-def move_rest(model: nn.Module, trained: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move the buffers, and the parameters that are not trained, to the device."""
-    ids = {id(parameter) for parameter in trained}
-    for parameter in model.parameters():
-        if id(parameter) not in ids:
-            give(parameter, parameter.detach().to(device))
-    for path, module in model.named_modules():
+def move_frozen_and_buffers(user: UserModel, device: torch.device) -> None:
+    """Move the frozen parameters that travel with no layer, and all buffers, to the device. Raises ValueError for a
+    buffer on the meta device."""
+    for parameter in user.frozen:
+        give(parameter, parameter.detach().to(device))
+    for path, module in user.model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue

@@ -33,7 +33,7 @@ from methods.streaming.users.access import (
     show_at_home,
 )
 from methods.streaming.users.layer import IN_PLACE
-from methods.streaming.users.model import UserModel, move_rest
+from methods.streaming.users.model import UserModel, move_frozen_and_buffers
 from methods.streaming.users.state import SavedState
 from methods.streaming.users.streams import LayerStream, Parts
 from methods.streaming.users.take_over import (
@@ -108,8 +108,7 @@ class UserTraining:
         self.terms = Terms(self.user.dtype, float(script.max_norm or 0.0), accumulates=script.accumulates)
         self.gpu = Device(script.device, num_workers=num_update_threads(script.device))
         self.device = self.gpu.name
-        placed = (parameter for part in (self.user.rest, *self.user.own_parameters) for parameter in part)
-        move_rest(script.model, placed, self.device)
+        move_frozen_and_buffers(self.user, self.device)
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
         self.graph_task = -1  # autograd's number of the last backward pass

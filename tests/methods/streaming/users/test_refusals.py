@@ -67,7 +67,10 @@ def on_meta(model: Any) -> None:
         ("layer 0 .Linear. is not a part of the model", lambda model: [nn.Linear(2, 2)]),
         ("layers.0 is listed twice", lambda model: [*model.layers, model.layers[0]]),
         ("layers is listed twice, or contains another layer", lambda model: [model.layers, model.layers[0]]),
-        ("expected parameters with requires_grad=True, got none; try requires_grad_.., or adapters of peft", frozen),
+        (
+            "expected parameters with requires_grad=True, got none; try requires_grad_.., or adapters of peft",
+            frozen,
+        ),
         ("one dtype, float32, bfloat16 or float16, got float32 .*, bfloat16", mixed),
         ("layers.1 .BatchNorm1d.: expected no running statistics", with_statistics),
         ("layers.1.q.weight: expected no gradient hooks, got some: .*; try to change .grad between", hooked),
