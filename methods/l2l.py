@@ -78,7 +78,8 @@ class L2L(Method):
             draw_states(layers, workload)
             if self.activations == "host":
                 send_boundaries_home(layers, workload.boundary_bytes // self.world_size)
-            slot, gradients, scale = Slot(layers[0]), GradientRoom(layers[0]), LossScale(workload)
+            largest = max(layers, key=lambda layer: layer.layout.numel)
+            slot, gradients, scale = Slot(largest), GradientRoom(largest), LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 settings = published_settings(workload.learning_rate_at(step))
                 xs = ends.embed(inputs)

@@ -31,7 +31,8 @@ class ZenFlow(DeepSpeedMethod):
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         """Raises ValueError for a mixture of experts: DeepSpeed's ZenFlow selects columns of matrices alone."""
-        for name, shape in workload.anatomy.layer.items():
+        kinds = workload.anatomy.kinds
+        for name, shape in [pair for kind in kinds for pair in kind.tensors.items()]:
             if len(shape) > 2:
                 message = (
                     f"expected matrices, whose columns it selects, got {name}, the matrices of all experts"

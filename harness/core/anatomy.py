@@ -1,7 +1,8 @@
 """A model's parts as numbers: the names and shapes of its tensors, their starting values, and the operations and bytes
 of a layer. Plans, counts of parameters and the gate read these numbers. This file does not import torch.
 
-A model is an embedding, equal layers, and a head with the loss. A tensor that both embedding and head name is shared.
+A model is an embedding, layers, and a head with the loss. A tensor that both embedding and head name is shared. Layers
+of one kind (LayerKind) have the same tensors and compute alike; most models have one kind of layer.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -13,11 +14,11 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,14 @@ INIT_STD = 0.02
 # folder with the kept answers of harness/plan/sketch.py and block_sketch.py
 SKETCHES = ROOT / ".venv" / "sketches"
 # format number of the cached files; raise it when the fields or the numbers of a sketch change
-SKETCH_FORMAT = 8
-# most layers of a sketched model; kinds of layers that alternate repeat within fewer layers
-MOST_SKETCHED_LAYERS = 8
+SKETCH_FORMAT = 10
+# most layers of a model that is sketched, because a config.json may ask for any number
+MOST_SKETCHED_LAYERS = 512
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
 MOST_LOGITS = 2**25
 # Most elements of an MLP's inner tensor that is computed whole, 1 GiB in bf16. If the inner tensor is larger, MLP
 # and norms compute in blocks of tokens, each with at most MOST_LOGITS inner elements (harness/models/token_blocks.py).
 MOST_INNER_ELEMENTS = 2**29
-PART_NAMES = ("embedding", "layer", "head")
 # answers of this process that were refusals, by hash of the question
 _refusals: dict[str, JsonObject] = {}
 TRANSFORMERS_MISSING = "models by their config.json need transformers: pip install transformers==5.23.0"
@@ -63,41 +63,62 @@ class TokenBlocks:
 
 
 @dataclass(frozen=True)
+class LayerKind:
+    """What layers of one kind have in common: tensors, and the operations and bytes of a layer. The names in `tensors`
+    leave out the prefix of the layer."""
+
+    tensors: Shapes
+    token_flops: int  # FLOPs of one token's matrix products in the forward pass
+    # FLOPs of attention for each pair of tokens in the forward pass. Causal attention takes half of the FLOPs of full
+    # attention; eager attention and attention with a mask take all of them, because they compute all scores.
+    pair_flops: int
+    # most memory of the recompute and backward pass, in multiples of the layer's input
+    boundaries: float
+    # Memory that grows with the square of T: memory of attention scores for each token of a sample, in multiples of the
+    # layer's input.
+    pair_boundaries: float = 0.0
+    # Of a mixture of experts: the most memory of the recompute and backward pass. Each (factor, pair_factor, fixed)
+    # stands for (factor + T * pair_factor) * B + fixed bytes, where B is the bytes of the layer's input; the largest
+    # counts. `fixed`: gradients of the experts' matrices.
+    lines: tuple[tuple[float, float, int], ...] = ()
+    # parameters that a token meets; None: all. In a mixture a token meets a few of a layer's experts.
+    active_params: int | None = None
+    # For some tensors: the elements [start, stop) whose gradient is nothing but rounding error.
+    noise: dict[str, tuple[int, int]] = field(default_factory=dict)
+    blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
+
+    @cached_property
+    def num_params(self) -> int:
+        return sum(map(math.prod, self.tensors.values()))
+
+    @property
+    def num_active_params(self) -> int:
+        return self.num_params if self.active_params is None else self.active_params
+
+    @cached_property
+    def largest_tensor(self) -> Shape:
+        return max(self.tensors.values(), key=math.prod)
+
+
+@dataclass(frozen=True)
 class Anatomy:
-    """The parts of a model. The names in `embedding` and `head` are the tensors' names in the model; the names in
-    `layer` leave out the prefix of the layer."""
+    """The parts of a model. The names in `embedding` and `head` are the tensors' names in the model."""
 
     embedding: Shapes
-    layer: Shapes
     head: Shapes
+    kinds: tuple[LayerKind, ...]
     # prefix of a layer's tensors in the model, before the layer's number, such as "layers."
     layer_prefix: str
     # prefix of the ends' tensors in the model, such as "ends."; the module of the ends leaves it out
     ends_prefix: str
-    token_flops: int  # FLOPs of one token's matrix products in a layer's forward pass
-    # FLOPs of attention for each pair of tokens in a layer's forward pass. Causal attention takes half of the FLOPs of
-    # full attention; eager attention takes all of them, because it computes all scores.
-    pair_flops: int
-    # most memory of a layer's recompute and backward pass, in multiples of the layer's input
-    boundaries: float
     starts: dict[str, tuple[float, float]]  # mean and standard deviation of each tensor's starting values
+    # For each layer, bottom first, the index of its kind; empty: all layers, of any number, are of one kind.
+    order: tuple[int, ...] = ()
     # memory that the norm before the head keeps, in multiples of the norm's input
     head_boundaries: float = 0.0
-    given_bytes: int = 0  # bytes of a layer's arguments beside its input, for each token of a sample
-    # Memory that grows with the square of T. pair_boundaries: memory of attention scores for each token of a sample, in
-    # multiples of the layer's input. pair_given_bytes: bytes of masks for each pair of tokens.
-    pair_boundaries: float = 0.0
-    pair_given_bytes: int = 0
-    # Of a mixture of experts: the most memory of a layer's recompute and backward pass. Each (factor, pair_factor,
-    # fixed) stands for (factor + T * pair_factor) * B + fixed bytes, where B is the bytes of the layer's input; the
-    # largest counts. `fixed`: gradients of the experts' matrices.
-    lines: tuple[tuple[float, float, int], ...] = ()
-    # parameters of a layer that a token meets; None: all. In a mixture a token meets a few of a layer's experts.
-    active_params: int | None = None
+    given_bytes: int = 0  # bytes of the layers' arguments beside their input, for each token of a sample
+    pair_given_bytes: int = 0  # bytes of masks for each pair of tokens
     slopes: int = 0  # number of tensors of the logits' size that the loss keeps beside the logits
-    # For some tensors of a layer: the elements [start, stop) whose gradient is nothing but rounding error.
-    noise: dict[str, tuple[int, int]] = field(default_factory=dict)
-    blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
     # The configuration's fields with transformers' values for those that are left out; empty for the published GPT.
     fields: JsonObject = field(default_factory=dict)
     # patterns of names in files of weights that transformers ignores for this model
@@ -124,9 +145,21 @@ class Anatomy:
         parts = [self.ends] if self.is_tied else [self.embedding, self.head]
         return [sum(map(math.prod, part.values())) for part in parts]
 
+    @property
+    def layer(self) -> Shapes:
+        """The tensors of the bottom layer: those of every layer, unless layers are unequal (layer_numels)."""
+        return self.kind_of(0).tensors
+
     @cached_property
     def layer_params(self) -> int:
-        return sum(map(math.prod, self.layer.values()))
+        """Number of parameters of the largest layer, for which a slot has room."""
+        return max(kind.num_params for kind in self.kinds)
+
+    @cached_property
+    def layer_numels(self) -> tuple[int, ...]:
+        """For each layer, bottom first, its number of parameters; empty if all layers have the same."""
+        numels = tuple(self.kinds[kind].num_params for kind in self.order)
+        return numels if len(set(numels)) > 1 else ()
 
     @cached_property
     def end_params(self) -> int:
@@ -134,17 +167,67 @@ class Anatomy:
 
     @cached_property
     def layer_matrix(self) -> Shape:
-        """The shape of a layer's largest tensor."""
-        return max(self.layer.values(), key=math.prod)
+        """The shape of the largest tensor of all layers."""
+        return max((kind.largest_tensor for kind in self.kinds), key=math.prod)
 
     @cached_property
     def largest_numel(self) -> int:
-        return max(map(math.prod, chain(self.ends.values(), self.layer.values())))
+        return max(math.prod(self.layer_matrix), *map(math.prod, self.ends.values()))
+
+    @cached_property
+    def _by_depth(self) -> dict[int, Anatomy]:
+        return {}
+
+    def first(self, num_layers: int) -> Anatomy:
+        """Return the parts of the model of the first `num_layers` layers. Raises ValueError if the model has several
+        kinds of layers, but fewer layers: only its configuration tells a layer's kind."""
+        if not self.order or num_layers == len(self.order):
+            return self
+        if num_layers > len(self.order):
+            message = f"expected at most {len(self.order)} layers, as the model has, because they are unequal"
+            raise ValueError(f"-l: {message}, got {num_layers}; try -l {len(self.order)}")
+        if num_layers not in self._by_depth:
+            order = self.order[:num_layers]
+            kept = sorted(set(order))
+            kinds = tuple(self.kinds[kind] for kind in kept)
+            self._by_depth[num_layers] = replace(self, kinds=kinds, order=tuple(map(kept.index, order)))
+        return self._by_depth[num_layers]
+
+    @cached_property
+    def has_blocks(self) -> bool:
+        """True if a layer of some kind, and so the norm before the head, computes in blocks of tokens."""
+        return any(kind.blocks for kind in self.kinds)
+
+    def kind_of(self, index: int) -> LayerKind:
+        """Return the kind of layer `index`."""
+        return self.kinds[self.order[index] if self.order else 0]
+
+    def counts(self, layers: range) -> list[tuple[LayerKind, int]]:
+        """Return each kind of these layers with the number of its layers."""
+        if not self.order:
+            return [(self.kinds[0], len(layers))]
+        counts = Counter(self.order[layers.start : layers.stop])
+        return [(self.kinds[kind], count) for kind, count in counts.items()]
+
+    def topmost(self, num_layers: int) -> list[tuple[LayerKind, int]]:
+        """Return each kind with the index of its topmost layer."""
+        last = {kind: index for index, kind in enumerate(self.order)} or {0: num_layers - 1}
+        return [(self.kinds[kind], index) for kind, index in last.items()]
+
+    @cached_property
+    def num_layers_of_all_kinds(self) -> int:
+        """The least number of layers, counted from the bottom, among which is a layer of each kind."""
+        return 1 + max((self.order.index(kind) for kind in set(self.order)), default=0)
 
     def names(self, num_layers: int) -> list[str]:
         """Return the names of all tensors in the model's order; the reference sums the global norm in this order."""
-        layers = (self.layer_name(index) + name for index in range(num_layers) for name in self.layer)
-        return [*self.ends, *layers]
+        return [*self.ends, *(name for name, _ in self.layer_tensors(range(num_layers)))]
+
+    def layer_tensors(self, layers: Iterable[int]) -> Iterator[tuple[str, Shape]]:
+        """Yield the names in the model and the shapes of these layers' tensors."""
+        for index in layers:
+            for name, shape in self.kind_of(index).tensors.items():
+                yield self.layer_name(index) + name, shape
 
     def layer_name(self, index: int) -> str:
         """Return what the names of this layer's tensors begin with in the model, such as "layers.3."."""
@@ -157,9 +240,31 @@ class Anatomy:
             return name
         return name.removeprefix(self.layer_prefix).partition(".")[2]
 
+    def kind_with(self, name: str) -> LayerKind | None:
+        """Return the kind of the layer that has the tensor of this name in the model; None if no layer has it."""
+        number = name.removeprefix(self.layer_prefix).partition(".")[0]
+        if not name.startswith(self.layer_prefix) or not number.isdecimal():
+            return None
+        index = int(number)
+        kind = self.kind_of(index) if index < len(self.order) or not self.order else None
+        return kind if kind and self.within(name) in kind.tensors else None
+
+    def shape_of(self, name: str) -> Shape | None:
+        """Return the shape of the tensor of this name in the model; None if there is no such tensor."""
+        kind = self.kind_with(name)
+        return kind.tensors[self.within(name)] if kind else self.ends.get(name)
+
+    def noise_of(self, name: str) -> tuple[int, int]:
+        """Return the elements [start, stop) of the tensor of this name whose gradient is nothing but rounding error."""
+        kind = self.kind_with(name)
+        return kind.noise.get(self.within(name), (0, 0)) if kind else (0, 0)
+
     def total(self, num_layers: int, amount: Callable[[Shape], int]) -> int:
         """Return the sum of amount(shape) over all tensors of a model with this number of layers."""
-        return sum(map(amount, self.ends.values())) + num_layers * sum(map(amount, self.layer.values()))
+        layers = [
+            count * sum(map(amount, kind.tensors.values())) for kind, count in self.counts(range(num_layers))
+        ]
+        return sum(map(amount, self.ends.values())) + sum(layers)
 
 
 def anatomy_of(workload: Any) -> Anatomy:
@@ -172,7 +277,7 @@ def anatomy_of(workload: Any) -> Anatomy:
     model_name = workload.model or "the model"
     anatomy = _sketched_anatomy(
         workload.config, widths, model_name, is_half=is_half, block_tokens=tokens_at_once
-    )
+    ).first(workload.num_layers)
     if (most := anatomy.most_tokens) < workload.seq_len:
         message = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
         raise ValueError(f"--seq: {message}; try --seq {most}")
@@ -208,39 +313,57 @@ def _sketched_anatomy(
     """Return the parts of a model described by a config.json. harness/plan/sketch.py imports torch, so it finds the
     parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
     blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read. One sketch, of the
-    configuration's own number of layers, serves every number of layers."""
+    configuration's own number of layers, serves every number of layers (Anatomy.first)."""
     versions = [_transformers_version(), SKETCH_FORMAT]
     config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SKETCHED_LAYERS), *widths)
     answer = _ask_once("harness.plan.sketch", config, versions)
     if refused := answer.get("refused"):
         code, values = refused
         raise RefusedModel(code, f"{model_name} cannot be trained here", **values)
-    dtype, blocks = "half" if is_half else "fp32", None
+    dtype, blocks = "half" if is_half else "fp32", [None for _ in answer["kinds"]]
     if block_tokens:
-        question = {"config": config, "is_half": is_half, "block_tokens": block_tokens}
+        order = answer["order"]
+        layers = [order.index(kind) if order else kind for kind in range(len(blocks))]
+        question = {"config": config, "is_half": is_half, "block_tokens": block_tokens, "layers": layers}
         blocks = _ask_once("harness.plan.block_sketch", question, versions)["blocks"]
-    parts = {part: {name: tuple(shape) for name, shape in answer[part].items()} for part in PART_NAMES}
     return Anatomy(
-        **parts,
+        embedding=_shapes(answer["embedding"]),
+        head=_shapes(answer["head"]),
+        kinds=tuple(
+            _layer_kind(kind, dtype, of_kind) for kind, of_kind in zip(answer["kinds"], blocks, strict=True)
+        ),
+        order=tuple(answer["order"]),
         layer_prefix=answer["layer_prefix"],
         ends_prefix="",
-        token_flops=answer["token_flops"],
-        pair_flops=answer["pair_flops"],
-        boundaries=answer["boundaries"][dtype],
         # A norm that computes in blocks keeps nothing for its backward pass, but its backward pass holds two copies of
         # the gradient of its input.
-        head_boundaries=1.0 if blocks else answer["head_boundaries"][dtype],
+        head_boundaries=1.0 if any(blocks) else answer["head_boundaries"][dtype],
         given_bytes=answer["given_bytes"][dtype],
         pair_given_bytes=answer["pair_given_bytes"][dtype],
-        pair_boundaries=answer["pair_boundaries"][dtype],
-        lines=tuple((*factors, fixed) for *factors, fixed in answer["lines"][dtype]),
-        active_params=answer["active_params"],
         slopes=answer["slopes"],
         starts={name: (mean, std) for name, (mean, std) in answer["starts"].items()},
         ignored=tuple(answer["ignored"]),
         fields=answer["fields"],
-        noise=_noise_elements(parts["layer"]),
-        blocks=blocks and _token_blocks(blocks),
+    )
+
+
+def _shapes(answer: JsonObject) -> Shapes:
+    return {name: tuple(shape) for name, shape in answer.items()}
+
+
+def _layer_kind(answer: JsonObject, dtype: str, blocks: JsonObject | None) -> LayerKind:
+    """Return a kind of layer from the sketch's answer. `dtype`: "fp32" or "half"; `blocks`: TokenBlocks' fields."""
+    tensors = _shapes(answer["tensors"])
+    return LayerKind(
+        tensors=tensors,
+        token_flops=answer["token_flops"],
+        pair_flops=answer["pair_flops"],
+        boundaries=answer["boundaries"][dtype],
+        pair_boundaries=answer["pair_boundaries"][dtype],
+        lines=tuple((*factors, fixed) for *factors, fixed in answer["lines"][dtype]),
+        active_params=answer["active_params"],
+        noise=_noise_elements(tensors),
+        blocks=_token_blocks(blocks) if blocks else None,
     )
 
 
@@ -319,19 +442,22 @@ def _gpt_anatomy(workload: Any) -> Anatomy:
     tokens: Shapes = {"ends.wte.weight": (vocab_size, hidden_size)}
     positions: Shapes = {"ends.wpe.weight": (workload.seq_len, hidden_size)}
     norm: Shapes = {"ends.lnf.weight": (hidden_size,), "ends.lnf.bias": (hidden_size,)}
-    return Anatomy(
-        embedding=tokens | positions,
-        layer=layer,
-        head=tokens | norm,
-        layer_prefix="layers.",
-        ends_prefix="ends.",
+    kind = LayerKind(
+        tensors=layer,
         token_flops=24 * hidden_size**2,
         pair_flops=2 * hidden_size,
         # 22 times the layer's input: the activations of the layer, and the gradients of the MLP's inner tensors.
         boundaries=22,
-        starts=_gpt_starts(tokens | positions | norm | layer, workload.num_layers),
         # The keys' bias adds the same number to every score of a query, and the softmax cancels this number.
         noise={"qkv.bias": (hidden_size, 2 * hidden_size)},
+    )
+    return Anatomy(
+        embedding=tokens | positions,
+        head=tokens | norm,
+        kinds=(kind,),
+        layer_prefix="layers.",
+        ends_prefix="ends.",
+        starts=_gpt_starts(tokens | positions | norm | layer, workload.num_layers),
     )
 
 

@@ -16,7 +16,7 @@ from harness.base.console import counted
 from harness.base.foreign_file import NO_OTHER_FIELDS
 from harness.base.json_object import JsonObject
 from harness.core import hub_config
-from harness.core.anatomy import MOST_LOGITS, Anatomy, anatomy_of
+from harness.core.anatomy import MOST_LOGITS, Anatomy, LayerKind, anatomy_of
 from harness.core.option import UNSAID, Options, opt, unsaid_of
 from harness.core.rates import Rates
 
@@ -181,7 +181,7 @@ class Workload:
 
     @property
     def layer_params(self) -> int:
-        """Parameters of one layer."""
+        """Parameters of one layer; if layers are unequal, of the largest."""
         return self.anatomy.layer_params
 
     @property
@@ -191,13 +191,27 @@ class Workload:
 
     @property
     def num_params(self) -> int:
-        return self.end_params + self.num_layers * self.layer_params
+        return self.end_params + sum(count * kind.num_params for kind, count in self.kind_counts)
+
+    @property
+    def kind_counts(self) -> list[tuple[LayerKind, int]]:
+        """Each kind of layer with the number of its layers."""
+        return self.anatomy.counts(range(self.num_layers))
+
+    @property
+    def layer_numels(self) -> tuple[int, ...]:
+        """For each layer, bottom first, its number of parameters; empty if all layers have the same."""
+        return self.anatomy.layer_numels
+
+    @property
+    def mean_layer_params(self) -> int:
+        """Parameters of a layer, as the rounded mean of all layers."""
+        return round(sum(self.layer_numels) / self.num_layers) if self.layer_numels else self.layer_params
 
     @property
     def num_active_params(self) -> int:
         """Number of parameters that a token meets. In a mixture of experts these are fewer than num_params."""
-        of_layer = self.anatomy.active_params
-        return self.end_params + self.num_layers * (self.layer_params if of_layer is None else of_layer)
+        return self.end_params + sum(count * kind.num_active_params for kind, count in self.kind_counts)
 
     @property
     def params_text(self) -> str:
@@ -219,25 +233,38 @@ class Workload:
 
         A recompute that stops before a layer's last matrix product saves 8 D^2 operations for each token and layer;
         this number includes them. A block of tokens is recomputed twice: with the whole layer, then on its own."""
-        return self.num_layers * (4 * self.layer_flops + self.repeated_flops) + self.head_flops_per_step
+        layers = [
+            count * (4 * self.flops_of(kind) + self.repeated_flops_of(kind))
+            for kind, count in self.kind_counts
+        ]
+        return sum(layers) + self.head_flops_per_step
 
     @property
     def model_flops_per_step(self) -> float:
         """Floating-point operations of one step without any recompute, as model FLOPs utilization (MFU) counts them."""
-        return 3 * self.num_layers * self.layer_flops + self.head_flops_per_step
+        layers = [3 * count * self.flops_of(kind) for kind, count in self.kind_counts]
+        return sum(layers) + self.head_flops_per_step
 
     @property
     def layer_flops(self) -> float:
-        """Floating-point operations of one layer's forward pass."""
-        anatomy, tokens = self.anatomy, self.batch_size * self.seq_len
-        return float(tokens * (anatomy.token_flops + self.seq_len * anatomy.pair_flops))
+        """Floating-point operations of one layer's forward pass; if layers are unequal, of the longest."""
+        return max(map(self.flops_of, self.anatomy.kinds))
 
     @property
-    def repeated_flops(self) -> float:
-        """Floating-point operations of the second recompute in one layer's backward pass: after the whole layer, each
-        block of tokens is recomputed once more. 0 if the layer does not compute in blocks."""
-        blocks = self.anatomy.blocks
-        return float(self.batch_size * self.seq_len * blocks.token_flops) if blocks else 0.0
+    def all_layers_flops(self) -> float:
+        """Floating-point operations of all layers' forward passes."""
+        return sum(count * self.flops_of(kind) for kind, count in self.kind_counts)
+
+    def flops_of(self, kind: LayerKind) -> float:
+        """Return the floating-point operations of the forward pass of a layer of this kind."""
+        tokens = self.batch_size * self.seq_len
+        return float(tokens * (kind.token_flops + self.seq_len * kind.pair_flops))
+
+    def repeated_flops_of(self, kind: LayerKind) -> float:
+        """Return the floating-point operations of the second recompute in the backward pass of a layer of this kind:
+        after the whole layer, each block of tokens is recomputed once more. 0 if the layer does not compute in
+        blocks."""
+        return float(self.batch_size * self.seq_len * kind.blocks.token_flops) if kind.blocks else 0.0
 
     @property
     def head_flops_per_step(self) -> float:
@@ -270,28 +297,35 @@ class Workload:
     @property
     def layer_bytes(self) -> int:
         """Most bytes that a layer's recompute and backward pass on a micro-batch take at one time."""
-        if (blocks := self.anatomy.blocks) is None:
-            return self.whole_layer_bytes
+        return max(map(self.bytes_of, self.anatomy.kinds))
+
+    def bytes_of(self, kind: LayerKind) -> int:
+        """Return the most bytes that the recompute and backward pass of a layer of this kind take on a micro-batch."""
+        if kind.blocks is None:
+            return self.whole_bytes_of(kind)
         boundary = self.boundary_bytes // self.micro_batches
-        return max(int(inputs * boundary) + fixed for inputs, fixed in blocks.lines)
+        return max(int(inputs * boundary) + fixed for inputs, fixed in kind.blocks.lines)
 
     @property
     def whole_layer_bytes(self) -> int:
         """Most bytes that the recompute and backward pass of a layer take at one time if the layer computes all tokens
-        at once, not in blocks of tokens (Anatomy.blocks). They are the layer's activations, the activations' gradients,
-        and one matrix's gradient before this gradient is added to the sum."""
-        anatomy, boundary = self.anatomy, self.boundary_bytes // self.micro_batches
-        if anatomy.lines:
-            lines = ((factor + self.seq_len * pair, fixed) for factor, pair, fixed in anatomy.lines)
-            return max(int(factor * boundary) + fixed for factor, fixed in lines)
-        activation_bytes = int(self.boundaries * self.boundary_bytes) // self.micro_batches
-        return activation_bytes + self.weight_bytes * math.prod(anatomy.layer_matrix)
+        at once, not in blocks of tokens (LayerKind.blocks)."""
+        return max(map(self.whole_bytes_of, self.anatomy.kinds))
 
-    @property
-    def boundaries(self) -> float:
-        """Most memory of the recompute and backward pass of a layer that computes all tokens at once, in multiples of
-        the layer's input."""
-        return self.anatomy.boundaries + self.seq_len * self.anatomy.pair_boundaries
+    def whole_bytes_of(self, kind: LayerKind) -> int:
+        """Return the bytes of a layer of this kind as whole_layer_bytes: the layer's activations, the activations'
+        gradients, and one matrix's gradient before this gradient is added to the sum."""
+        boundary = self.boundary_bytes // self.micro_batches
+        if kind.lines:
+            lines = ((factor + self.seq_len * pair, fixed) for factor, pair, fixed in kind.lines)
+            return max(int(factor * boundary) + fixed for factor, fixed in lines)
+        activation_bytes = int(self.boundaries_of(kind) * self.boundary_bytes) // self.micro_batches
+        return activation_bytes + self.weight_bytes * math.prod(kind.largest_tensor)
+
+    def boundaries_of(self, kind: LayerKind) -> float:
+        """Return the most memory of the recompute and backward pass of a layer of this kind that computes all tokens at
+        once, in multiples of the layer's input."""
+        return kind.boundaries + self.seq_len * kind.pair_boundaries
 
     @property
     def given_bytes(self) -> int:

@@ -77,7 +77,6 @@ REASONS = {
     "before-layers": "expected only tables between its token ids and its layers, got {part}; " + OWN_SCRIPT,
     "buffers": "expected layers without buffers, got those of {part}; " + OWN_SCRIPT,
     "calls": "expected each of its {num_layers} layers to be called once, got {calls} calls; " + OWN_SCRIPT,
-    "unequal-layers": "expected layers of equal tensors, got {part}; " + OWN_SCRIPT,
     "starts": "expected vectors that start from one value, got {part}; " + OWN_SCRIPT,
     "ends": (
         "expected an embedding and a head of {vocab_size} x {hidden_size} and tables of positions, got other matrices; "

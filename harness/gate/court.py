@@ -135,6 +135,10 @@ def train_twins(
     depth = min(most, trainings.most_layers(reference))
     if depth < 1:
         return Gate("untested", "no-reference", "the reference does not fit at any depth")
+    least = min(whole.job.workload.num_layers, reference.workload.anatomy.num_layers_of_all_kinds)
+    if depth < least:
+        text = f"the reference fits at {counted(depth, 'layer')}, and the first {least} have one of each kind"
+        return Gate("untested", "no-twin", text)
     twins = []
     for job in (whole.job, reference):
         try:
@@ -241,7 +245,8 @@ class ProbeTraining:
         layers, and an empty text or, if no number works, the reason."""
         reference = reference_of(job, self.trainings.folders)
         most_layers = min(job.workload.num_layers, self.trainings.most_layers(reference))
-        depth, reason = min(most_layers, self.extent.layers), "the reference does not fit at any depth"
+        depth = min(most_layers, probe.depth_of(job.workload, self.extent))
+        reason = "the reference does not fit at any depth"
         while depth >= 1:
             try:
                 deeper_job = _at_depth(job, depth, self.trainings.folders)

@@ -206,11 +206,10 @@ def _missing_elements(record: Record, reference: Record, key: str) -> dict[str, 
     """Return, for each tensor, how many elements fewer a fact holds for than in the reference. `key`: a fact that is a
     share of a tensor's elements, such as `changed`. A tensor of which a record lacks the fact is left out."""
     anatomy, missing = reference.job.workload.anatomy, {}
-    shapes = anatomy.ends | anatomy.layer
     for name, tensor in reference.tensors.items():
         share, expected = record.tensors.get(name, tensor).get(key), tensor.get(key)
         if share is not None and expected is not None:
-            num_elements = math.prod(shapes.get(anatomy.within(name), (1,)))
+            num_elements = math.prod(anatomy.shape_of(name) or (1,))
             missing[name] = (expected - share) * num_elements  # type: ignore[operator]
     return missing
 
@@ -385,7 +384,8 @@ def _key_bias_departure(record: Record) -> Departure | None:
     """
     load = record.job.workload
     sum_of_rates = sum(load.learning_rate_at(step) for step in range(1, record.job.steps + 1))
-    num_keys = max((stop - start for start, stop in load.anatomy.noise.values()), default=0)
+    noise = [elements for kind in load.anatomy.kinds for elements in kind.noise.values()]
+    num_keys = max((stop - start for start, stop in noise), default=0)
     largest_move = math.sqrt(num_keys) * sum_of_rates * (1 - BETAS[0]) / math.sqrt(1 - BETAS[1])
     for name, tensor in record.tensors.items():
         if tensor.get("left_out") == "keys":

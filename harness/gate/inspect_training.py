@@ -115,7 +115,7 @@ def moment_size(moment: torch.Tensor | None) -> float | None:
 def noise_in(name: str, workload: Workload) -> range:
     """Return, as a range, the indices of a tensor's elements whose gradient is only rounding; empty if it has none."""
     anatomy = workload.anatomy
-    return range(*anatomy.noise.get(anatomy.within(name), (0, 0)))
+    return range(*anatomy.noise_of(name))
 
 
 def without_noise(part: torch.Tensor, start: int, noise: range) -> torch.Tensor:

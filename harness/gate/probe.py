@@ -15,11 +15,11 @@ other step, so that it overflows, and steps are skipped. The probe is repeated i
 fault.
 
 The trainings of a probe are jobs like any other, whose records are in a folder of their own. A probe tests a method's
-code, not a size: it has the job's options, placement, micro-batches and dtype, but few layers, and a width, sequence
-and vocabulary of its own, unless the call asks for more. So jobs of many sizes share one probe. The probe has samples
-as long and heads as wide as the run's if all its trainings then take at most a tenth of the run's operations
-(COST_SHARE). A new probe is made only for other source code or options of a method, or another dtype, device or
-software. A method that trains only at the job's width is probed at that width.
+code, not a size: it has the job's options, placement, micro-batches and dtype, but few layers, among them one of each
+kind, and a width, sequence and vocabulary of its own, unless the call asks for more. So jobs of many sizes share one
+probe. The probe has samples as long and heads as wide as the run's if all its trainings then take at most a tenth of
+the run's operations (COST_SHARE). A new probe is made only for other source code or options of a method, or another
+dtype, device or software. A method that trains only at the job's width is probed at that width.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def sized(job: Job, extent: Extent) -> Workload:
     load, small = job.workload, capped(job.workload)
     if extent.is_full:
         return dataclasses.replace(load, corpus=None, weights=None)
-    num_layers = min(extent.layers, load.num_layers)
+    num_layers = depth_of(load, extent)
     num_trainings = TRAININGS["fp32" if load.dtype == "fp32" else "half"]
     most_flops = COST_SHARE * job.steps * load.flops_per_step / (num_trainings * extent.steps)
     head_size = load.hidden_size // load.num_heads
@@ -173,6 +173,11 @@ def sized(job: Job, extent: Extent) -> Workload:
         if sized_load.at_depth(num_layers).flops_per_step <= most_flops:
             return sized_load
     return small
+
+
+def depth_of(load: Workload, extent: Extent) -> int:
+    """Return the number of layers of a probe of this extent, among which is a layer of each kind of the workload's."""
+    return min(load.num_layers, max(extent.layers, load.anatomy.num_layers_of_all_kinds))
 
 
 def _head_counts(load: Workload) -> list[int]:

@@ -67,7 +67,7 @@ class HubModel(KeepsBuffers):
         super().__init__()
         causal = memoryless_model(*_key(workload))
         _adopt(self, causal.train())
-        _set_blocks(workload, self.layers, _base(self))
+        _set_blocks(workload, enumerate(self.layers), _base(self))
         self.recompute(reentrant=False)
 
     def recompute(self, *, reentrant: bool) -> None:
@@ -171,7 +171,7 @@ def hub_layer(workload: Workload, index: int) -> nn.Module:
     parts = parts_of(workload)
     with unset_fake_temporarily():
         layer: nn.Module = copy.deepcopy(parts.layers[index])
-    _set_blocks(workload, [layer])
+    _set_blocks(workload, [(index, layer)])
     layer.register_forward_pre_hook(functools.partial(parts.give, index), with_kwargs=True)
     if buffers := _own_buffers(layer):
         layer.register_forward_pre_hook(functools.partial(_bring, buffers))
@@ -384,14 +384,17 @@ def parts_of(workload: Workload) -> HubParts:
     return _parts(*_key(workload))
 
 
-def _set_blocks(workload: Workload, layers: Iterable[nn.Module], base: nn.Module | None = None) -> None:
-    """Make `layers` compute long samples in blocks of tokens and, if `base` is given, also the norm after its last
-    layer. Nothing changes if the workload's samples are short."""
-    if not (at_once := block_tokens(workload)) or (blocks := workload.anatomy.blocks) is None:
+def _set_blocks(
+    workload: Workload, layers: Iterable[tuple[int, nn.Module]], base: nn.Module | None = None
+) -> None:
+    """Make `layers`, pairs of an index and a module, compute long samples in blocks of tokens and, if `base` is given,
+    also the norm after its last layer. Nothing changes if the workload's samples are short."""
+    if not (at_once := block_tokens(workload)) or not workload.anatomy.has_blocks:
         return
     most = MOST_INNER_ELEMENTS // hub_config.inner_size(str(workload.config), workload.hidden_size)
-    for layer in layers:
-        token_blocks.set_blocks(layer, blocks.parts, at_once, most)
+    for index, layer in layers:
+        if (blocks := workload.anatomy.kind_of(index).blocks) is not None:
+            token_blocks.set_blocks(layer, blocks.parts, at_once, most)
     if base is not None:
         token_blocks.set_blocks(base, [norm_name(base)], at_once, most)
 

@@ -60,7 +60,7 @@ def check(workload: Workload) -> None:
     _check_config(workload, folder)
     files, read = _files(folder), set[str]()
     for name in anatomy.names(workload.num_layers):
-        expected = list(anatomy.ends.get(name) or anatomy.layer[anatomy.within(name)])
+        expected = list(anatomy.shape_of(name) or ())
         with _opened(files, folder, name, "np") as (file, stored):
             read.add(stored)
             tensor = file.get_slice(stored)
@@ -118,9 +118,8 @@ def _others(workload: Workload, files: dict[str, str], read: set[str]) -> set[st
     out, the other parts of a model of texts and images, and what transformers ignores for this model."""
     anatomy, num_layers = workload.anatomy, workload.num_layers
     whole = hub_config.sizes_of(hub_config.parsed(str(workload.config)))["num_layers"]
-    left_out = {
-        f"{anatomy.layer_name(index)}{name}" for index in range(num_layers, whole) for name in anatomy.layer
-    }
+    left_out_layers = range(num_layers, whole)
+    left_out = {name for name, _ in workload.at_depth(whole).anatomy.layer_tensors(left_out_layers)}
     others = files.keys() - read - {stored for name in left_out for stored in _names(name)}
     if any(TEXT_PART in stored.split(".") for stored in read):
         others = {stored for stored in others if TEXT_PART in stored.split(".")}

@@ -30,6 +30,7 @@ from harness.plan.sketch import (
     count_unused,
     is_plain,
     narrow,
+    num_shown,
     peak,
     sample_tokens,
 )
@@ -40,11 +41,11 @@ FEW, MANY = 8, 32  # numbers of blocks at which a layer's memory is measured
 LARGER = 16  # each of the MANY blocks has LARGER times `block_tokens` tokens, so that the sample is long
 
 
-def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
-    """Return the fields of TokenBlocks, or None for a layer that computes as a whole."""
-    layer = model.new_layer(workload, 0)
+def sketch(workload: Workload, block_tokens: int, index: int = 0) -> dict[str, Any] | None:
+    """Return the fields of TokenBlocks of layer `index`, or None if it computes as a whole."""
+    layer = model.new_layer(workload, index)
     parts = token_blocks.parts_of(layer, workload.hidden_size)
-    if not parts or is_plain(workload) or not computes_alike(narrow(workload), parts):
+    if not parts or is_plain(workload) or not computes_alike(narrow(workload), parts, index):
         return None
     weights = [weight for name in parts for weight in layer.get_submodule(name).parameters()]
     unused = count_unused(layer)
@@ -53,15 +54,15 @@ def sketch(workload: Workload, block_tokens: int) -> dict[str, Any] | None:
     return {
         "parts": parts,
         "token_flops": 2 * (matrix_params - sum(unused.values())),
-        "lines": block_lines(workload, parts, block_tokens),
+        "lines": block_lines(workload, parts, block_tokens, index),
     }
 
 
-def computes_alike(workload: Workload, parts: list[str]) -> bool:
+def computes_alike(workload: Workload, parts: list[str], index: int) -> bool:
     """True if a layer that computes in blocks has the output and the gradients of the whole layer, except for
     rounding."""
     torch.manual_seed(1)
-    layer, weights = model.new_layer(workload, 0), []
+    layer, weights = model.new_layer(workload, index), []
     for name, weight in list(layer.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         weights.append(nn.Parameter(torch.randn(weight.shape)))
@@ -85,7 +86,9 @@ def computes_alike(workload: Workload, parts: list[str]) -> bool:
     )
 
 
-def block_lines(workload: Workload, parts: list[str], block_tokens: int) -> list[tuple[float, int]]:
+def block_lines(
+    workload: Workload, parts: list[str], block_tokens: int, index: int
+) -> list[tuple[float, int]]:
     """Return two lines, which are linear functions of the bytes of the layer's input, each as (factor, bytes to add).
     The layer's memory is the larger of their two values.
 
@@ -97,7 +100,7 @@ def block_lines(workload: Workload, parts: list[str], block_tokens: int) -> list
     sample = length * workload.hidden_size * dtype.itemsize
 
     def taken(samples: int, at_once: int, below: str | None = None) -> int:
-        layer = model.new_layer(workload, 0)
+        layer = model.new_layer(workload, index)
         token_blocks.set_blocks(layer, parts, at_once, 0)
         return peak(layer, (samples, length, workload.hidden_size), dtype, below)
 
@@ -109,13 +112,15 @@ def block_lines(workload: Workload, parts: list[str], block_tokens: int) -> list
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads JSON with `config`, `is_half` and `block_tokens` from standard input,
-    and prints {"blocks": the fields of TokenBlocks, or null}."""
+    """Entry point for child_process.ask(): reads JSON with `config`, `is_half`, `block_tokens` and `layers` (indices)
+    from standard input, and prints {"blocks": for each of these layers the fields of TokenBlocks, or null}."""
     request = json.load(sys.stdin)
     limit_memory(MOST_BYTES)
     sizes, dtype = hub_config.sizes_of(request["config"]), "bf16" if request["is_half"] else "fp32"
     workload = Workload(**sizes, seq_len=TOKENS, dtype=dtype, config=json.dumps(request["config"]))
-    print(json.dumps({"blocks": sketch(workload, request["block_tokens"])}))
+    layers: list[int] = request["layers"]
+    shown = workload.at_depth(num_shown(workload, layers))
+    print(json.dumps({"blocks": [sketch(shown, request["block_tokens"], index) for index in layers]}))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def probe_seconds(job: Job, job_seconds: float, method_class: type[Method], exte
     for dtype, is_bit_equal in promises_bits.items():
         num_runs += 2 if is_bit_equal else 3
         num_models += 2 if is_bit_equal else 2 + len(roundings_of(dtype)[0])
-    probe_workload = probe.sized(job, extent).at_depth(min(extent.layers, load.num_layers))
+    probe_workload = probe.sized(job, extent).at_depth(probe.depth_of(load, extent))
     cost_share = extent.steps / job.steps * probe_workload.flops_per_step / load.flops_per_step
     start_seconds = PROCESS_SECONDS[job.device]
     return num_runs * start_seconds + num_models * cost_share * (job_seconds - start_seconds)

@@ -16,6 +16,7 @@ import math
 import re
 import sys
 import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from harness.models.hub_model import (
     transformers_model,
 )
 
+FEWEST_LAYERS = 8  # a model is compared with at least so many layers, or with all that it has
 HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
 MOST_HEADS_SIZES = 17  # widths of heads that are tried for the narrow model, up to 16 * HEAD_SIZE columns
 MOST_COMPARED = 2**22  # most parameters of a model that is compared at its own width
@@ -88,33 +90,65 @@ def sketch(workload: Workload) -> dict[str, Any]:
     causal = without_values(workload)
     check_kind(causal)
     whole = model.whole(workload)
-    layers = [shapes_of(layer) for layer in whole.layers]
-    for index, layer in enumerate(layers):
-        if others := {name for name in {*layer, *layers[0]} if layer.get(name) != layers[0].get(name)}:
-            raise RefusedModel("unequal-layers", part=f"{min(others)}, unlike in layers 0 and {index}")
-    starts = proved(workload, sum(weight.numel() for weight in causal.parameters()))
-    embedding, head = shapes_of(HubEmbedding(workload)), shapes_of(HubHead(workload))
+    order = kinds_of(workload, whole.layers)
+    first_layers = {kind: order.index(kind) for kind in sorted(set(order))}
+    shown = workload.at_depth(num_shown(workload, first_layers.values()))
+    starts = proved(shown, sum(weight.numel() for weight in causal.parameters()))
+    embedding, head = shapes_of(HubEmbedding(shown)), shapes_of(HubHead(shown))
     size = [workload.vocab_size, workload.hidden_size]
     table, *positions = embedding.values()
     matrices = [table, *(shape for shape in head.values() if len(shape) > 1)]
     if matrices != [size, size] or any(shape[1:] != size[1:] for shape in positions):
         raise RefusedModel("ends", vocab_size=size[0], hidden_size=size[1])
-    token_flops, pair_flops, active_params = layer_work(workload)
-    fp32, half = activation_memory(workload), activation_memory(replace(workload, dtype="bf16"))
     return {
         "embedding": embedding,
-        "layer": layers[0],
+        "kinds": [kind_fields(shown, index) for index in first_layers.values()],
+        "order": order if len(first_layers) > 1 else [],
         "head": head,
         "layer_prefix": prefix_of(whole),
-        "token_flops": token_flops,
-        "pair_flops": pair_flops,
-        "active_params": active_params,
-        **{name: {"fp32": fp32[name], "half": half[name]} for name in fp32},
-        "slopes": keeps_slopes(workload),
+        **in_both_dtypes(shown, model_memory),
+        "slopes": keeps_slopes(shown),
         "starts": starts,
         "ignored": ignored_names(causal),
         "fields": fields_of(causal.config),
     }
+
+
+def kinds_of(workload: Workload, layers: nn.ModuleList) -> list[int]:
+    """Return the kind of each layer as a number. Layers are of one kind if they have the same modules and tensors."""
+    kinds: dict[Any, int] = {}
+    order = []
+    for layer in layers:
+        modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+        tensors = tuple((name, tuple(shape)) for name, shape in shapes_of(layer).items())
+        order.append(kinds.setdefault((modules, tensors), len(kinds)))
+    return order
+
+
+def kind_fields(workload: Workload, index: int) -> dict[str, Any]:
+    """Return the fields of the LayerKind of layer `index`."""
+    token_flops, pair_flops, active_params = layer_work(workload, index)
+    return {
+        "tensors": shapes_of(model.new_layer(workload, index)),
+        "token_flops": token_flops,
+        "pair_flops": pair_flops,
+        "active_params": active_params,
+        **in_both_dtypes(workload, lambda load: activation_memory(load, index)),
+    }
+
+
+def in_both_dtypes(
+    workload: Workload, fields: Callable[[Workload], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the fields, each as a table of its values in fp32 and in half precision."""
+    fp32, half = fields(workload), fields(replace(workload, dtype="bf16"))
+    return {name: {"fp32": fp32[name], "half": half[name]} for name in fp32}
+
+
+def num_shown(workload: Workload, layers: Iterable[int]) -> int:
+    """Return the number of layers of a model that is compared: of those of the workload's model the fewest, but at
+    least FEWEST_LAYERS, that have all `layers`."""
+    return max(min(workload.num_layers, FEWEST_LAYERS), 1 + max(layers))
 
 
 def shapes_of(module: nn.Module) -> dict[str, list[int]]:
@@ -279,11 +313,11 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
     return drawn
 
 
-def layer_work(workload: Workload) -> tuple[int, int, int]:
-    """Return two numbers of operations, a layer's for each token, and attention's for each pair of tokens in a sample,
-    and the number of the layer's parameters that a token meets (active_params()). Causal attention takes half the
-    operations of full attention, except for plain attention (is_plain)."""
-    layer, operations = model.new_layer(workload, 0), []
+def layer_work(workload: Workload, index: int) -> tuple[int, int, int]:
+    """Return two numbers of operations, those of layer `index` for each token, and attention's for each pair of tokens
+    in a sample, and the number of the layer's parameters that a token meets (active_params()). Causal attention takes
+    half the operations of full attention, except for plain attention (is_plain)."""
+    layer, operations = model.new_layer(workload, index), []
     unused = count_unused(layer)
     for tokens in COUNTED_TOKENS:
         with FlopCounterMode(display=False) as counter:
@@ -324,58 +358,53 @@ def keeps_slopes(workload: Workload) -> int:
     return int(bend is not None and isinstance(bend(torch.zeros(1))[1], Tensor))
 
 
-def activation_memory(workload: Workload) -> dict[str, Any]:
-    """Return the memory of activations in this workload's dtype, as fields of an Anatomy."""
+def activation_memory(workload: Workload, index: int) -> dict[str, Any]:
+    """Return the memory of activations of layer `index` in this workload's dtype, as fields of a LayerKind."""
     tokens = sample_tokens(workload)
-    if experts_of(model.new_layer(workload, 0)):
-        return mixture_memory(workload, tokens)
-    at_all, pair = boundaries(workload, tokens), 0.0
+    if experts_of(model.new_layer(workload, index)):
+        return mixture_memory(workload, index, tokens)
+    at_all, pair = boundaries(workload, index, tokens), 0.0
     if is_plain(workload):  # a second length tells which part of the memory grows with a sample's length
-        pair = (at_all - boundaries(workload, tokens // 2)) / (tokens - tokens // 2)
-    extra_bytes, given_pair = given_bytes(workload)
-    return {
-        "boundaries": at_all - pair * tokens,
-        "pair_boundaries": pair,
-        "lines": [],
-        "head_boundaries": head_boundaries(workload),
-        "given_bytes": extra_bytes,
-        "pair_given_bytes": given_pair,
-    }
+        pair = (at_all - boundaries(workload, index, tokens // 2)) / (tokens - tokens // 2)
+    return {"boundaries": at_all - pair * tokens, "pair_boundaries": pair, "lines": []}
 
 
-def mixture_memory(workload: Workload, tokens: int) -> dict[str, Any]:
+def mixture_memory(workload: Workload, index: int, tokens: int) -> dict[str, Any]:
     """Return the memory of activations of a mixture of experts, as activation_memory() does, where the gradients of the
     experts' matrices are no smaller than the activations of many tokens. `tokens`: the length of a sample."""
-    lines = [(factor, 0.0, fixed) for factor, fixed in memory_lines(workload, tokens)]
+    lines = [(factor, 0.0, fixed) for factor, fixed in memory_lines(workload, index, tokens)]
     factor, pair = max(lines)[0], 0.0
     if is_plain(
         workload
     ):  # then one line above all, because each line would grow otherwise with a sample's length
-        pair = (factor - max(memory_lines(workload, tokens // 2))[0]) / (tokens - tokens // 2)
+        pair = (factor - max(memory_lines(workload, index, tokens // 2))[0]) / (tokens - tokens // 2)
         factor -= pair * tokens
         lines = [(factor, pair, max(fixed for _, _, fixed in lines))]
+    return {"boundaries": factor, "pair_boundaries": pair, "lines": lines}
+
+
+def model_memory(workload: Workload) -> dict[str, Any]:
+    """Return the memory of activations beside the layers in this workload's dtype, as fields of an Anatomy."""
     extra_bytes, given_pair = given_bytes(workload)
     return {
-        "boundaries": factor,
-        "pair_boundaries": pair,
-        "lines": lines,
         "head_boundaries": head_boundaries(workload),
         "given_bytes": extra_bytes,
         "pair_given_bytes": given_pair,
     }
 
 
-def memory_lines(workload: Workload, tokens: int) -> list[tuple[float, int]]:
-    """Return lines (factor, fixed): the recompute and backward pass of a layer on an input of x bytes takes at most the
-    largest of factor * x + fixed bytes. At few tokens it is the line with the gradients of the experts' matrices, at
-    many tokens the line with the activations. `tokens`: the length of the samples, shorter if there is only one."""
+def memory_lines(workload: Workload, index: int, tokens: int) -> list[tuple[float, int]]:
+    """Return lines (factor, fixed): the recompute and backward pass of layer `index` on an input of x bytes takes at
+    most the largest of factor * x + fixed bytes. At few tokens it is the line with the gradients of the experts'
+    matrices, at many tokens the line with the activations. `tokens`: the length of the samples, shorter if there is
+    only one."""
     dtype = DTYPES[workload.dtype]
     token_bytes = workload.hidden_size * dtype.itemsize
 
     def taken(num_tokens: int) -> int:
         length = min(tokens, num_tokens)
         size = (num_tokens // length, length, workload.hidden_size)
-        return peak(model.new_layer(workload, 0), size, dtype)
+        return peak(model.new_layer(workload, index), size, dtype)
 
     def line_at(num_tokens: int, step: int) -> tuple[float, int]:
         at_first, at_second = taken(num_tokens), taken(num_tokens + step)
@@ -407,11 +436,11 @@ def sample_tokens(workload: Workload) -> int:
     return min(MOST_PAIRED_TOKENS if is_plain(workload) else MOST_SAMPLE_TOKENS, most)
 
 
-def boundaries(workload: Workload, tokens: int) -> float:
-    """Return the peak memory of a layer's recompute and backward pass, divided by the bytes of the layer's input.
-    `tokens`: the length of a sample."""
+def boundaries(workload: Workload, index: int, tokens: int) -> float:
+    """Return the peak memory of the recompute and backward pass of layer `index`, divided by the bytes of the layer's
+    input. `tokens`: the length of a sample."""
     size, dtype = (MEASURED_TOKENS // tokens, tokens, workload.hidden_size), DTYPES[workload.dtype]
-    return peak(model.new_layer(workload, 0), size, dtype) / (math.prod(size) * dtype.itemsize)
+    return peak(model.new_layer(workload, index), size, dtype) / (math.prod(size) * dtype.itemsize)
 
 
 def peak(layer: nn.Module, size: tuple[int, int, int], dtype: torch.dtype, below: str | None = None) -> int:

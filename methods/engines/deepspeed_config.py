@@ -240,8 +240,9 @@ def group_params(workload: Workload) -> tuple[int, int]:
 def sub_group_numels(workload: Workload) -> list[int]:
     """Return the number of parameters in each of stage 3's sub-groups, in stage 3's order. A sub-group takes whole
     tensors until it has at least SUB_GROUP_PARAMS parameters."""
-    tensors = [*workload.anatomy.ends.values(), *(workload.num_layers * [*workload.anatomy.layer.values()])]
-    numels = []
+    anatomy = workload.anatomy
+    layers = [shape for _, shape in anatomy.layer_tensors(range(workload.num_layers))]
+    tensors, numels = [*anatomy.ends.values(), *layers], []
     for has_vectors in (False, True):
         numel = 0
         for shape in tensors:

@@ -9,11 +9,12 @@ counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from operator import or_
 from typing import NamedTuple
 
+from harness.core.anatomy import Shape
 from harness.core.job import Workload
 from methods.shared.memory_needs import ALIGNMENT_BYTES, round_up
 
@@ -59,6 +60,7 @@ class ModelShard(NamedTuple):
     has_embedding: bool
     num_blocks: int
     has_head: bool
+    first_block: int = 0  # 0 if all blocks are of one kind
 
     @property
     def num_layers(self) -> int:
@@ -70,14 +72,20 @@ class ModelShard(NamedTuple):
         bytes of one element of its weight."""
         anatomy, size = workload.anatomy, workload.weight_bytes
         ends = (anatomy.embedding if self.has_embedding else {}) | (anatomy.head if self.has_head else {})
-        blocks = self.num_blocks * sum(bytes_of(math.prod(shape), size) for shape in anatomy.layer.values())
-        return blocks + sum(bytes_of(math.prod(shape), size) for shape in ends.values())
+        blocks = range(self.first_block, self.first_block + self.num_blocks)
+        block_bytes = [
+            count * sum(bytes_of(math.prod(shape), size) for shape in kind.tensors.values())
+            for kind, count in anatomy.counts(blocks)
+        ]
+        return sum(block_bytes) + sum(bytes_of(math.prod(shape), size) for shape in ends.values())
 
 
 def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelShard]]:
     """Return the shards into which longest_runs() cuts a workload's model, in order, as pairs: how many equal shards
     follow each other, and one of these shards. A shard may take the bytes of `num_blocks` blocks, or the bytes of the
-    embedding or of the head if these are more."""
+    embedding or of the head if these are more. `num_blocks`: of the largest, if blocks are unequal."""
+    if workload.anatomy.order:
+        return _unequal_shards(workload, num_blocks)
     block_bytes = ModelShard(False, 1, False).num_bytes(workload)
     embedding_bytes = ModelShard(True, 0, False).num_bytes(workload)
     head_bytes = ModelShard(False, 0, True).num_bytes(workload)
@@ -98,3 +106,24 @@ def model_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelSh
     if count > 1:
         runs.append((count - 1, last_shard))
     return [*runs, (1, with_head)]
+
+
+def _unequal_shards(workload: Workload, num_blocks: int) -> list[tuple[int, ModelShard]]:
+    """Return model_shards() of a model whose blocks are unequal, each shard by itself."""
+    anatomy, size = workload.anatomy, workload.weight_bytes
+
+    def sizes_of(tensors: Iterable[tuple[str, Shape]]) -> Sizes:
+        return {name: adamw_bytes(math.prod(shape), size) for name, shape in tensors}
+
+    blocks = [sizes_of(anatomy.layer_tensors([index])) for index in range(workload.num_layers)]
+    layers = [sizes_of(anatomy.embedding.items()), *blocks, sizes_of(anatomy.head.items())]
+    block_bytes = max(sum(sizes.values()) for sizes in blocks)
+    ends_bytes = (sum(layers[0].values()), sum(layers[-1].values()))
+    shards, start = [], 0
+    for length in longest_runs(layers, max(num_blocks * block_bytes, *ends_bytes)):
+        stop = start + length
+        has_embedding, has_head = start == 0, stop == len(layers)
+        shard = ModelShard(has_embedding, length - has_embedding - has_head, has_head, max(start - 1, 0))
+        shards.append((1, shard))
+        start = stop
+    return shards

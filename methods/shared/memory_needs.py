@@ -135,10 +135,13 @@ def saved_boundary_ratio(workload: Workload) -> float:
     For a model by its config.json the ratio also counts temporary tensors of the backward pass, because the sizes that
     are known of such a model do not separate temporary from saved tensors.
     """
-    blocks = workload.anatomy.blocks
-    if blocks is not None:
-        return max(inputs for inputs, _ in blocks.lines)
-    return SAVED_BOUNDARY_RATIO if workload.config is None else workload.boundaries
+    if workload.config is None:
+        return SAVED_BOUNDARY_RATIO
+    ratios = [
+        max(inputs for inputs, _ in kind.blocks.lines) if kind.blocks else workload.boundaries_of(kind)
+        for kind in workload.anatomy.kinds
+    ]
+    return max(ratios)
 
 
 def micro_batch_workload(workload: Workload) -> Workload:
@@ -151,13 +154,13 @@ def micro_batch_workload(workload: Workload) -> Workload:
 def gathered_params(workload: Workload) -> int:
     """Return the number of parameters that ranks gather in a step if each rank keeps a part of every tensor. Each layer
     is gathered twice, for the forward pass and for the recompute; embedding and head are gathered once."""
-    return 2 * workload.num_layers * workload.layer_params + workload.end_params
+    return 2 * workload.num_params - workload.end_params
 
 
 def resident_plan(workload: Workload) -> Plan:
     """Return the memory plan of a training that keeps everything on the device. Gradients are freed after each step, so
-    the memory peaks at one of five moments within a step."""
-    num_params, weight_bytes = workload.num_params, workload.weight_bytes
+    the memory peaks at one of a few moments within a step."""
+    num_params, weight_bytes, anatomy = workload.num_params, workload.weight_bytes, workload.anatomy
     is_whole = workload.micro_batches == 1
     boundary_bytes = workload.num_layers * workload.boundary_bytes // workload.micro_batches
     # embeddings of all micro-batches, and their gradients
@@ -170,13 +173,12 @@ def resident_plan(workload: Workload) -> Plan:
     )
     at_top_layer = (
         weight_bytes * (workload.end_params if is_whole else num_params),
-        boundary_bytes + workload.layer_bytes + embedded_bytes,
+        boundary_bytes + workload.bytes_of(anatomy.kind_of(workload.num_layers - 1)) + embedded_bytes,
     )
-    at_bottom_layer = (weight_bytes * (num_params - workload.layer_params), workload.layer_bytes)
     # The tied embedding's two gradients are summed.
     at_embedding = (weight_bytes * (num_params + 2 * embedding_numel), 2 * workload.boundary_bytes)
     at_update = (4 * num_params, 0)
-    moments = (at_loss, at_top_layer, at_bottom_layer, at_embedding, at_update)
+    moments = (at_loss, at_top_layer, *_at_lower_layers(workload), at_embedding, at_update)
     gradients, activations = max(moments, key=sum)
     return Plan(
         {
@@ -186,6 +188,23 @@ def resident_plan(workload: Workload) -> Plan:
             "activations": activations,
         }
     )
+
+
+def _at_lower_layers(workload: Workload) -> list[tuple[int, int]]:
+    """Return bytes of gradients and of activations at layers below the top one. If all layers are of one kind, at the
+    bottom layer, above which are the most gradients; else at every layer."""
+    num_params, boundary_bytes = workload.num_params, workload.boundary_bytes // workload.micro_batches
+    moments = []
+    for index in range(workload.num_layers if workload.anatomy.order else 1):
+        kind = workload.anatomy.kind_of(index)
+        num_params -= kind.num_params
+        activations = index * boundary_bytes + workload.bytes_of(kind)
+        moments.append((workload.weight_bytes * num_params, activations))
+        if workload.anatomy.order and workload.micro_batches > 1:
+            # gradients of the micro-batches before, and all micro-batches' embeddings with their gradients
+            gradients = workload.weight_bytes * workload.num_params
+            moments.append((gradients, activations + 2 * workload.boundary_bytes))
+    return moments
 
 
 def describe(
@@ -199,7 +218,7 @@ def describe(
         precision += ", master and moments fp32"
     if workload.dtype == "fp16":
         precision += ", dynamic loss scale"
-    blocks = ", its MLP and norms by blocks of tokens" if workload.anatomy.blocks else ""
+    blocks = ", its MLP and norms by blocks of tokens" if workload.anatomy.has_blocks else ""
     is_own = has_own_recompute and not workload.dropout
     recomputed_by = "this project's code" if is_own else "torch checkpoint"
     return {

@@ -114,7 +114,7 @@ def _differences(found: Told, expected: Told, what: str, folder: Path) -> dict[s
 
     def is_rounding(name: str) -> bool:
         within = anatomy.within(name.partition(" ")[2])
-        return within in anatomy.noise or (within == FUSED_BIAS and what == "weight")
+        return within in anatomy.kinds[0].noise or (within == FUSED_BIAS and what == "weight")
 
     names = [name for name in expected if name.startswith(what) and not is_rounding(name)]
     return {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in names}

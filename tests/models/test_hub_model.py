@@ -101,7 +101,8 @@ def test_anatomy_is_that_of_the_module(family: str) -> None:
     size, inner = 32, 80
     head = config_of(family).get("head_dim", 8)
     matrices = 3 * size * inner + 2 * size * 4 * head + 2 * size * 2 * head
-    assert (anatomy.token_flops, anatomy.pair_flops) == (2 * matrices, 2 * 4 * head)
+    (kind,) = anatomy.kinds
+    assert (kind.token_flops, kind.pair_flops) == (2 * matrices, 2 * 4 * head)
 
 
 def test_gpt2_is_counted_with_its_learned_positions_once() -> None:
@@ -109,7 +110,8 @@ def test_gpt2_is_counted_with_its_learned_positions_once() -> None:
     anatomy = configured("gpt2").anatomy
     assert anatomy.layer_params == 12 * 32**2 + 13 * 32 and anatomy.end_params == (101 + 64 + 2) * 32
     assert anatomy.embedding.keys() - anatomy.head == {"transformer.wpe.weight"}
-    assert (anatomy.token_flops, anatomy.pair_flops) == (24 * 32**2, 2 * 32)
+    (kind,) = anatomy.kinds
+    assert (kind.token_flops, kind.pair_flops) == (24 * 32**2, 2 * 32)
 
 
 def test_what_gpt2_drops_where_its_file_does_not_say_so_is_not_dropped() -> None:

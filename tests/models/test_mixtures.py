@@ -73,7 +73,7 @@ def test_operations_are_those_of_the_experts_that_a_token_meets() -> None:
     """Mixtral's layer: projections of queries, keys, values and the output, the router, and two of four experts."""
     size, inner, keys = 32, 48, 16
     by_hand = 2 * (2 * size * size + 2 * size * keys + 4 * size + 2 * 3 * size * inner)
-    assert configured("mixtral").anatomy.token_flops == by_hand
+    assert configured("mixtral").anatomy.kinds[0].token_flops == by_hand
 
 
 def test_the_backward_pass_of_grouped_products_counts_twice_the_forward_pass() -> None:

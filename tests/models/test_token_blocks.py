@@ -126,7 +126,7 @@ def test_a_layer_without_an_mlp_of_that_name_stays_whole() -> None:
 @pytest.mark.parametrize(("family", "dtype"), SIZES)
 def test_methods_have_the_bits_of_resident_in_blocks(family: str, dtype: str, in_blocks: None) -> None:
     workload = configured(family, dtype=dtype, seq_len=TOKENS, batch_size=6, micro_batches=2)
-    blocks = workload.anatomy.blocks
+    blocks = workload.anatomy.kinds[0].blocks
     assert anatomy.block_tokens(workload) == AT_ONCE and blocks and blocks.token_flops == TOKEN_FLOPS
     resident = train("resident", workload, 2)
     for name, options in METHODS:

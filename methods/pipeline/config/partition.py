@@ -38,7 +38,8 @@ class GptStage:
     def num_params(self, workload: Workload) -> int:
         anatomy = workload.anatomy
         ends = (anatomy.embedding if self.is_first else {}) | (anatomy.head if self.is_last else {})
-        return self.num_layers * workload.layer_params + sum(map(math.prod, ends.values()))
+        of_layers = sum(count * kind.num_params for kind, count in anatomy.counts(self.layers))
+        return of_layers + sum(map(math.prod, ends.values()))
 
     def __str__(self) -> str:
         names = ["embedding"] * self.is_first
@@ -63,6 +64,8 @@ class PipelineShape(NamedTuple):
 def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
     """Return the model's stages, in order, cut so that the longest stage takes as little time as possible. Each stage
     has at least one layer, except that the last stage may have only the head."""
+    if workload.anatomy.order:
+        return _unequal_stages(workload, num_stages)
     flops = [_flops_of_layer_and_others(workload, stage, num_stages) for stage in range(num_stages)]
     least_layers = [int(stage < num_stages - 1 or num_stages == 1) for stage in range(num_stages)]
 
@@ -97,12 +100,29 @@ def gpt_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
     return tuple(stages)
 
 
+def _unequal_stages(workload: Workload, num_stages: int) -> tuple[GptStage, ...]:
+    """Return gpt_stages() of a model whose layers are of several kinds."""
+    layers = range(workload.num_layers)
+    flops = [pass_flops(workload, GptStage(layer, 1, False, False)) for layer in layers]
+    head_flops = _head_flops(workload, GptStage(workload.num_layers, 0, False, True))
+    costs_below = [*(sum(of_layer.values()) for of_layer in flops), head_flops]
+    costs_of_last = [*(of_layer["F"] + of_layer["B"] for of_layer in flops), head_flops]
+    cuts = group_sections(costs_below, costs_of_last, [True for _ in costs_below])[num_stages - 1]
+    assert cuts is not None  # each section has parameters
+    starts, stops = [0, *(cut + 1 for cut in cuts)], [*(cut + 1 for cut in cuts), workload.num_layers]
+    return tuple(
+        GptStage(start, stop - start, stage == 0, stage == num_stages - 1)
+        for stage, (start, stop) in enumerate(zip(starts, stops, strict=True))
+    )
+
+
 def pass_flops(workload: Workload, stage: GptStage) -> dict[str, float]:
     """Return the FLOPs of the stage's passes F, R and B for one sample. On the last stage F includes the head's
     gradients, which are computed together with the loss."""
     one_sample = replace(workload, batch_size=1, micro_batches=1)
-    layer_flops = one_sample.layer_flops * stage.num_layers
-    repeated_flops = one_sample.repeated_flops * stage.num_layers
+    counts = workload.anatomy.counts(stage.layers)
+    layer_flops = sum(one_sample.flops_of(kind) * count for kind, count in counts)
+    repeated_flops = sum(one_sample.repeated_flops_of(kind) * count for kind, count in counts)
     forward_flops = layer_flops + _head_flops(workload, stage)
     return {"F": forward_flops, "R": layer_flops + repeated_flops, "B": 2 * layer_flops}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -34,6 +33,7 @@ from methods.streaming.placement.planner import (
     arrange_kinds,
     choose_counts,
     hosted_boundary_bytes,
+    weighed_counts,
     with_forecast,
 )
 
@@ -79,7 +79,7 @@ class PlacementChoice:
         plan = choice_at_homes._fastest() or choice_at_homes._most_resident()
         if self.room.rates is None or isinstance(self.workload, UserSizes):
             return plan
-        counts = Counter(parse(plan.options["placement"], self.workload.num_layers))
+        counts = weighed_counts(self.workload, parse(plan.options["placement"], self.workload.num_layers))
         return with_forecast(plan, self.workload, self.room.rates, counts)
 
     def _of_a_rank(self) -> Plan:
@@ -132,22 +132,22 @@ class PlacementChoice:
         assert isinstance(workload, Workload)  # a user's model has no known FLOPs, so its room has no rates
         assert room.rates is not None
 
-        def plan_of(workload_of_plan: Workload, counts: Counts) -> Plan:
-            """Return the plan for these numbers of layers. The bytes do not depend on the order of the layers, except
-            for the top layer, to which arranged() gives the same kind."""
-            return self._needs(
-                "".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS"),
-                window,
-                clipping,
-                workload_of_plan,
-            )
+        def mean_plan_of(workload_of_plan: Workload, counts: Counts) -> Plan:
+            """Return the plan for these numbers of layers, each as large as the mean. The bytes do not depend on the
+            order of equal layers, except for the top layer, to which arranged() gives the same kind."""
+            kinds = "".join(kind * int(counts.get(kind, 0)) for kind in "RPWDS")
+            return self._needs(kinds, window, clipping, workload_of_plan, is_ordered=False)
 
+        def arranged_plan_of(workload_of_plan: Workload, counts: Counts) -> Plan:
+            return self._needs(arrange_kinds(counts, clipping), window, clipping, workload_of_plan)
+
+        plan_of = arranged_plan_of if workload.layer_numels else mean_plan_of
         boundary_bytes = hosted_boundary_bytes(plan_of(workload, {"R": workload.num_layers}))
         costs = StepCosts(workload, room.rates, clipping, boundary_bytes, self.ends or "device")
-        counts = choose_counts(costs, room, plan_of, "RPWS")
+        counts = choose_counts(costs, room, plan_of, "RPWS", mean_plan_of)
         if counts is None and self.disk and clipping != "speculate":
             # the host cannot hold all states: try the disk
-            counts = choose_counts(costs, room, plan_of, "RPWSD")
+            counts = choose_counts(costs, room, plan_of, "RPWSD", mean_plan_of)
         if counts is None:
             return None
         return self._placed(arrange_kinds(counts, clipping), window, clipping)
@@ -249,7 +249,13 @@ class PlacementChoice:
         return replace(self._needs(kinds, window, clipping, workload), options=options)
 
     def _needs(
-        self, kinds: str, window: int, clipping: str | None = None, workload: Sizes | None = None
+        self,
+        kinds: str,
+        window: int,
+        clipping: str | None = None,
+        workload: Sizes | None = None,
+        *,
+        is_ordered: bool = True,
     ) -> Plan:
         workload = workload or self.workload
         if isinstance(workload, UserSizes) and workload.are_frozen:
@@ -260,7 +266,14 @@ class PlacementChoice:
         )
         boundaries_home = home_of_boundaries(self.activations)
         return PlacedLayers(
-            workload, kinds, window, norm_clipping, self.world_size, boundaries_home, hosted_ends
+            workload,
+            kinds,
+            window,
+            norm_clipping,
+            self.world_size,
+            boundaries_home,
+            hosted_ends,
+            is_ordered,
         ).plan()
 
 
@@ -280,7 +293,8 @@ def one_layer_plan(
         )
         plan = layers.plan()
         # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
-        refetched_bytes = rank_workload.weight_bytes * shared_numel(rank_workload.layer_params, num_ranks)
+        (top_params,) = rank_workload.layer_numels[-1:] or [rank_workload.layer_params]
+        refetched_bytes = rank_workload.weight_bytes * shared_numel(top_params, num_ranks)
         exchanged_bytes = {
             **plan.exchanged,
             "gathers": plan.exchanged["gathers"] + gather_sent_bytes(refetched_bytes, num_ranks),

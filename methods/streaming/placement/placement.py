@@ -185,11 +185,16 @@ def num_boundaries(num_layers: int) -> int:
 
 def params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     """Return, for each kind, the number of parameters of all its layers."""
-    if isinstance(workload, UserSizes):
-        pairs = [*zip(kinds, workload.numels, strict=True)]
+    if numels := numels_of(workload):
+        pairs = [*zip(kinds, numels, strict=True)]
         return {kind: sum(numel for layer_kind, numel in pairs if layer_kind == kind) for kind in KINDS}
     # a search may ask for a million layers
     return {kind: kinds.count(kind) * workload.layer_params for kind in KINDS}
+
+
+def numels_of(workload: Sizes) -> tuple[int, ...]:
+    """Return the number of parameters of each layer, bottom first; for a Workload of equal layers an empty tuple."""
+    return workload.numels if isinstance(workload, UserSizes) else workload.layer_numels
 
 
 def trained_params_of(workload: Sizes, kinds: str) -> dict[str, int]:
@@ -231,6 +236,11 @@ def home_of_boundaries(home: str | None) -> str:
     return home or "device"
 
 
+def _mean_params(workload: Sizes) -> int:
+    """Return the mean number of parameters of a layer."""
+    return workload.mean_layer_params if isinstance(workload, Workload) else workload.layer_params
+
+
 class Activations(NamedTuple):
     """Bytes of a layer's inputs (`boundary_bytes`), of a step's small tensors, and of all activations at their peak."""
 
@@ -245,7 +255,8 @@ class PlacedLayers:
     each rank has its part of every layer that is not resident. `clipping`: "deferred" or "speculate"; None: updates
     do not wait for the norm. `activations`: the memory that keeps the layers' inputs for the backward pass.
     `hosted_ends`: parameters of the parts of embedding and head that live on the host; empty: both are on the
-    device."""
+    device. `is_ordered`: False: the letters stand for layers in any order, so each layer has the mean number of
+    parameters, and a slot has room for the largest."""
 
     workload: Sizes
     kinds: str
@@ -254,11 +265,12 @@ class PlacedLayers:
     num_ranks: int = 1
     activations: str = "device"
     hosted_ends: Sequence[int] = ()
+    is_ordered: bool = True
 
     def plan(self) -> Plan:
         """Return the plan of these layers. Raises ValueError if some rank's part of a layer would hold nothing but
         padding."""
-        layer_params = self.workload.layer_params
+        layer_params = min(self.numels, default=self.workload.layer_params)
         if self.num_ranks > 1 and layer_params < VECTOR_NUMEL * self.num_ranks**2:
             raise ValueError(
                 f"--ranks: expected at most {math.isqrt(layer_params // VECTOR_NUMEL)} for layers of {layer_params}"
@@ -288,12 +300,47 @@ class PlacedLayers:
         return {kind: self.kinds.count(kind) for kind in KINDS}
 
     @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """The number of parameters of each layer, bottom first; empty: all have as many, or the mean counts."""
+        return numels_of(self.workload) if self.is_ordered else ()
+
+    def numels_of_kinds(self, kinds: str) -> list[int]:
+        """Return the number of parameters of each layer of these kinds, bottom first. Call it if layers are unequal."""
+        return [numel for kind, numel in zip(self.kinds, self.numels, strict=True) if kind in kinds]
+
+    def at_home(self, kinds: str, num_topmost: int | None = None) -> int:
+        """Return the elements of all layers of these kinds, or of a rank's parts of them, at home. `num_topmost`: only
+        of so many layers of these kinds, the topmost."""
+        if self.numels:
+            numels = self.numels_of_kinds(kinds)
+            numels = numels if num_topmost is None else numels[len(numels) - num_topmost :]
+            return sum(map(self._rank_numel, numels))
+        count = sum(self.count_of_kind[kind] for kind in kinds) if num_topmost is None else num_topmost
+        return count * self._rank_numel(_mean_params(self.workload))
+
+    def room_for(self, kinds: str) -> int:
+        """Return the elements of room on the device for the largest layer of these kinds; 0 without such a layer."""
+        if self.numels:
+            numel = max(self.numels_of_kinds(kinds), default=0)
+        else:
+            numel = self.workload.layer_params if any(self.count_of_kind[kind] for kind in kinds) else 0
+        return shared_numel(numel, self.num_ranks)
+
+    def _rank_numel(self, numel: int) -> int:
+        return shared_numel(numel, self.num_ranks) // self.num_ranks
+
+    @cached_property
     def params_of_kind(self) -> dict[str, int]:
-        return params_of(self.workload, self.kinds)
+        if self.is_ordered:
+            return params_of(self.workload, self.kinds)
+        mean_params = _mean_params(self.workload)
+        return {kind: count * mean_params for kind, count in self.count_of_kind.items()}
 
     @cached_property
     def trained_params_of_kind(self) -> dict[str, int]:
         """The number of trained parameters of each kind's layers; the others have weights alone."""
+        if not self.is_ordered:
+            return self.params_of_kind
         return trained_params_of(self.workload, self.kinds)
 
     @property
@@ -325,18 +372,13 @@ class PlacedLayers:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of a layer on the disk."""
-        return self.bytes_at_home["optimizer"] * stored_numel(self.workload.layer_params)
+        """Bytes of a layer on the disk, where all have as much room as the largest."""
+        return self.bytes_at_home["optimizer"] * stored_numel(self.room_for("D"))
 
     @cached_property
     def num_hosted_layers(self) -> int:
         """Number of layers whose home is not the device."""
         return len(self.kinds) - self.count_of_kind["R"]
-
-    @cached_property
-    def numel_at_home(self) -> int:
-        """Elements of a layer, or of a rank's part of it, at home."""
-        return shared_numel(self.workload.layer_params, self.num_ranks) // self.num_ranks
 
     @property
     def num_windowed_layers(self) -> int:
@@ -377,12 +419,13 @@ class PlacedLayers:
         boundary_bytes = workload.boundary_bytes
         waiting_bytes = boundary_bytes - boundary_bytes // workload.micro_batches
         bytes_at_head = self.num_kept_boundaries * boundary_bytes + workload.head_bytes + 2 * waiting_bytes
-        bytes_at_layer = (
-            (self.num_kept_boundaries - 1) * boundary_bytes + workload.layer_bytes + 4 * waiting_bytes
+        bytes_at_layer = 4 * waiting_bytes + max(
+            min(index, self.num_kept_boundaries - 1) * boundary_bytes + workload.bytes_of(kind)
+            for kind, index in workload.anatomy.topmost(len(self.kinds))
         )
         # Small tensors matter when a device is nearly full: gradient norms and other scalars, 512 bytes each, and the
         # statistics that attention keeps for its backward pass, 8 bytes for each head and token.
-        num_tensors = len(workload.anatomy.layer) * workload.num_layers
+        num_tensors = sum(count * len(kind.tensors) for kind, count in workload.kind_counts)
         small_bytes = 512 * (num_tensors + 32) + 8 * workload.num_attention_rows
         small_bytes += workload.given_bytes
         return Activations(boundary_bytes, small_bytes, max(bytes_at_head, bytes_at_layer) + small_bytes)
@@ -401,9 +444,12 @@ class PlacedLayers:
         device_bytes["gradients"] -= 0 if self.clipping else weight_bytes * num_resident
         waits = self.clipping is not None
         num_rooms = num_gradient_rooms(self.kinds, self.window_size, waits=waits) if self.num_trained else 0
-        slot_bytes = weight_bytes * (self.num_windowed_slots + num_rooms)
-        slot_bytes += (self.updated_bytes + (weight_bytes if waits else 0)) * self.num_streamed_slots
-        device_bytes["buffers"] = slot_bytes * self.numel_at_home * self.num_ranks
+        streamed_bytes = self.updated_bytes + (weight_bytes if waits else 0)
+        device_bytes["buffers"] = (
+            weight_bytes * self.num_windowed_slots * self.room_for("WD")
+            + weight_bytes * num_rooms * self.room_for("PWSD" if waits else "RPWSD")
+            + streamed_bytes * self.num_streamed_slots * self.room_for("S")
+        )
         device_bytes["activations"] = self.activation_bytes.peak_bytes
         return device_bytes
 
@@ -415,10 +461,7 @@ class PlacedLayers:
         )
         num_trained = self.num_trained - params_of_kind["R"]
         num_frozen = sum(self.params_of_kind.values()) - self.params_of_kind["R"] - num_trained
-        if self.num_ranks == 1:
-            numel = num_trained + sum(self.hosted_ends)
-        else:
-            numel = self.num_hosted_layers * self.numel_at_home
+        numel = num_trained + sum(self.hosted_ends) if self.num_ranks == 1 else self.at_home("PWSD")
         host_bytes = {kind: per_param * numel for kind, per_param in bytes_at_home.items()}
         host_bytes["weights"] += workload.weight_bytes * num_frozen
         host_bytes["optimizer"] -= bytes_at_home["optimizer"] * params_of_kind["D"]
@@ -427,7 +470,9 @@ class PlacedLayers:
             host_bytes["activations"] = workload.boundary_bytes * (len(self.kinds) - self.num_kept_boundaries)
         if self.num_ranks > 1:
             # gloo gathers and sums in copies of a slab, one for each of two threads; NCCL makes no copies
-            host_bytes["buffers"] = 2 * workload.weight_bytes * self.numel_at_home * self.num_ranks
+            host_bytes["buffers"] = (
+                2 * workload.weight_bytes * shared_numel(workload.layer_params, self.num_ranks)
+            )
         if self.count_of_kind["D"]:
             host_bytes["buffers"] = min(NUM_BUFFERS, self.count_of_kind["D"]) * self.stored_bytes
         if self.clipping == "speculate":
@@ -439,11 +484,11 @@ class PlacedLayers:
     def _add_update_copies(self, device_bytes: dict[str, int], host_bytes: dict[str, int]) -> None:
         """Add the fp32 copies that updates make without a compiled kernel, at a time when boundaries are in memory,
         too."""
-        dtype, layer_params = self.updated_dtype, self.workload.layer_params
+        dtype = self.updated_dtype
         trained_params = self.trained_params_of_kind
         copy_bytes, block_params = UPDATE_COPY_BYTES[dtype], block_numel(dtype)
         boundary_bytes, small_bytes, peak_bytes = self.activation_bytes
-        resident_params = layer_params if trained_params["R"] else 0
+        resident_params = self.room_for("R") if trained_params["R"] else 0
         moments = [
             (copy_bytes * min(block_params, max(self.ends_on_device, resident_params)), boundary_bytes)
         ]
@@ -453,13 +498,14 @@ class PlacedLayers:
             num_boundaries_in_use = min(topmost, self.num_kept_boundaries)
             num_boundaries_in_use += 1 if self.clipping == "deferred" else 3
             kept_bytes = min(boundary_bytes * num_boundaries_in_use, peak_bytes)
-            moments.append((copy_bytes * min(block_params, layer_params), kept_bytes))
+            params_updated = self.room_for("S" if self.clipping else "RS")
+            moments.append((copy_bytes * min(block_params, params_updated), kept_bytes))
         updated_bytes, kept_bytes = max(moments, key=sum)
         if updated_bytes + kept_bytes + small_bytes > peak_bytes:
             device_bytes["gradients"] += updated_bytes
             device_bytes["activations"] = kept_bytes + small_bytes
         is_any_at_home = self.num_trained > trained_params["R"] + trained_params["S"]
-        params_at_home = self.numel_at_home if is_any_at_home else 0
+        params_at_home = self.room_for("PWD") // self.num_ranks if is_any_at_home else 0
         host_bytes["gradients"] += copy_bytes * min(CHUNK_NUMEL, max(params_at_home, self.ends_numel))
 
     def _moved_bytes(self) -> int:
@@ -471,25 +517,21 @@ class PlacedLayers:
         gradient_bytes = 0
         if self.clipping is not None:
             gradient_bytes = weight_bytes * (2 if self.clipping == "deferred" else 1)
-        num_weight_copies = (
-            2 * self.count_of_kind["P"] + 3 * self.num_windowed_layers - self.num_windowed_slots
-        )
+        num_copied = 2 * self.at_home("P") + 3 * self.at_home("WD") + 2 * sum(self.hosted_ends)
+        num_copied -= self.at_home("WD", self.num_windowed_slots) + self.at_home("S", self.num_streamed_slots)
         streamed_bytes = weight_bytes + 2 * self.updated_bytes + gradient_bytes
-        bytes_per_param = weight_bytes * num_weight_copies + streamed_bytes * self.count_of_kind["S"]
-        bytes_per_param -= weight_bytes * self.num_streamed_slots
-        return bytes_per_param * self.numel_at_home + 2 * weight_bytes * sum(self.hosted_ends)
+        return weight_bytes * num_copied + streamed_bytes * self.at_home("S")
 
     def _exchanged_bytes(self) -> dict[str, float]:
         """Return the bytes that a rank sends. Ranks gather a layer when it is fetched, and sum its gradient in parts.
         Gradients of resident layers and ends are summed whole."""
         weight_bytes = self.workload.weight_bytes
-        layer_bytes = weight_bytes * self.numel_at_home * self.num_ranks
-        num_fetches = 2 * self.num_windowed_layers - self.num_windowed_slots
+        summed_bytes = weight_bytes * self.num_ranks * self.at_home("WD")
+        kept_bytes = weight_bytes * self.num_ranks * self.at_home("WD", self.num_windowed_slots)
         whole_sums_bytes = all_reduce_sent_bytes(
             weight_bytes * (self.workload.end_params + self.params_of_kind["R"]), self.num_ranks
         )
         return {
-            "gathers": gather_sent_bytes(num_fetches * layer_bytes, self.num_ranks),
-            "sums": gather_sent_bytes(self.num_windowed_layers * layer_bytes, self.num_ranks)
-            + whole_sums_bytes,
+            "gathers": gather_sent_bytes(2 * summed_bytes - kept_bytes, self.num_ranks),
+            "sums": gather_sent_bytes(summed_bytes, self.num_ranks) + whole_sums_bytes,
         }

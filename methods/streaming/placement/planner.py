@@ -3,7 +3,7 @@ the placement has.
 
 A step takes at least as long as its busiest resource. The resources are the device, each direction of the link and both
 together, the host's memory, the host's cores and the disk. A row is the busy time of one resource, and is linear in the
-number of layers of each kind:
+number of layers of each kind. If the model's layers are unequal, a layer counts as its share of the mean layer:
 
     R resident   all of it on the device, updated there
     P parked     weights on the device, states on the host, updated there
@@ -22,6 +22,7 @@ Source of the idea: Jiang et al. 2025 (GreedySnake) choose their overlap by a li
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from harness.plan.resources import (
     seconds_of,
 )
 from methods.shared.memory_needs import state_bytes, stored_numel
-from methods.streaming.placement.placement import spread
+from methods.streaming.placement.placement import params_of, spread
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # two pools of time, for deferred updates; other updates have one pool, 0
@@ -85,9 +86,14 @@ class StepCosts:
         return self.clipping == "deferred"
 
     @property
+    def layer_params(self) -> int:
+        """Parameters of a layer; if layers are unequal, the mean (see weighed_counts())."""
+        return self.workload.mean_layer_params
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of a layer on the disk: its master and moments. A step reads these bytes once and writes them once."""
-        return state_bytes(self.workload)["optimizer"] * stored_numel(self.workload.layer_params)
+        return state_bytes(self.workload)["optimizer"] * stored_numel(self.layer_params)
 
     def carried_bytes(self) -> dict[str, CarriedBytes]:
         """Return the bytes that cross the link for each parameter of a layer of each kind. A gradient has as many bytes
@@ -123,7 +129,7 @@ class StepCosts:
     def _compute_rows(self) -> list[ResourceRow]:
         workload, rates = self.workload, self.rates
         forward_seconds, backward_seconds = compute_seconds(workload, rates)
-        layer_seconds = device_update_seconds(workload.layer_params, workload, rates)
+        layer_seconds = device_update_seconds(self.layer_params, workload, rates)
         ends_seconds = (
             0.0 if self.ends == "host" else device_update_seconds(workload.end_params, workload, rates)
         )
@@ -139,7 +145,7 @@ class StepCosts:
         ]
 
     def _host_update_seconds(self) -> float:
-        return seconds_of("host cores", self._ahead_cost * self.workload.layer_params, self.rates)
+        return seconds_of("host cores", self._ahead_cost * self.layer_params, self.rates)
 
     @property
     def _ahead_cost(self) -> float:
@@ -171,7 +177,7 @@ class StepCosts:
 
     def _link_rows(self) -> list[ResourceRow]:
         """Return the rows of the link and of the host's memory, pool by pool."""
-        carried_by_kind, params = self.carried_bytes(), self.workload.layer_params
+        carried_by_kind, params = self.carried_bytes(), self.layer_params
         rows: list[ResourceRow] = []
         for pool in range(self._update_pool + 1):
             inbound = {kind: params * carried.inbound[pool] for kind, carried in carried_by_kind.items()}
@@ -213,7 +219,7 @@ class StepCosts:
         compute_row = rows[0]  # the device's passes in the last pool, which ends on the host do not lengthen
         # ends are not updated ahead
         parked_rows = StepCosts(workload, rates, self.clipping if self.is_deferred else None).rows()
-        share = workload.end_params / workload.layer_params
+        share = workload.end_params / self.layer_params
         with_ends = [
             row._replace(seconds=row.seconds + share * parked_row.per_layer.get("P", 0.0))
             for row, parked_row in zip(rows, parked_rows, strict=True)
@@ -274,7 +280,7 @@ class StepCosts:
             carried = carried_by_kind[kind]
             moved_bytes.append(float(sum(carried.inbound) + sum(carried.outbound)))
             if kind == "D":
-                moved_bytes[-1] += 2 * self.stored_bytes / self.workload.layer_params
+                moved_bytes[-1] += 2 * self.stored_bytes / self.layer_params
         return moved_bytes
 
 
@@ -288,17 +294,21 @@ def forecast(rows: list[ResourceRow], counts: Counts) -> Forecast:
     return Forecast(sum(row.total_seconds(counts) for row in longest_rows), binds)
 
 
-def choose_counts(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> dict[str, int] | None:
+def choose_counts(
+    costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str, mean_plan_of: PlanOf | None = None
+) -> dict[str, int] | None:
     """Return the numbers of layers of each kind. Of all numbers that fit, and whose step by the rates is within SLACK
-    of the shortest step, these copy the fewest bytes. Return None if no placement fits."""
+    of the shortest step, these copy the fewest bytes. Return None if no placement fits. `mean_plan_of`: returns the
+    plan for any numbers of layers, each as large as the mean; None: layers are equal, and plan_of() does so."""
     rows = costs.rows()
     candidates: dict[tuple[int, ...], tuple[float, int]] = {}
     for used_kinds in _with_and_without(kinds.replace("R", "")):
-        for near_counts in _near_optimum(costs, room, plan_of, "R" + used_kinds):
+        for near_counts in _near_optimum(costs, room, mean_plan_of or plan_of, "R" + used_kinds):
             counts = dict.fromkeys(kinds, 0) | near_counts
             plan = plan_of(costs.workload, counts)
             if plan.shortfall(room) is None:
-                seconds = forecast(rows, counts).seconds
+                weighed = weighed_counts(costs.workload, arrange_kinds(counts, costs.clipping), counts)
+                seconds = forecast(rows, weighed).seconds
                 candidates[tuple(counts.values())] = (seconds, plan.moved_bytes + 2 * plan.disk_bytes)
     if not candidates:
         return None
@@ -324,10 +334,35 @@ def _near_optimum(costs: StepCosts, room: Room, plan_of: PlanOf, kinds: str) -> 
     solution = costs.least_seconds(needs, free_bytes, kinds)
     if solution is None:
         return
+    if costs.workload.layer_numels:
+        yield from _with_any_residents(solution[1], num_layers)
+        return
     count_ranges = [range(max(0, int(count) - 1), int(count) + 3) for count in solution[1].values()]
     for counts in itertools.product(*count_ranges):
         if sum(counts) == num_layers:
             yield dict(zip(kinds, counts, strict=True))
+
+
+def _with_any_residents(solution: Counts, num_layers: int) -> Iterator[dict[str, int]]:
+    """Yield numbers of layers with each number of resident layers, the others of the kinds and about in the shares of
+    the linear program's solution. If layers are unequal, the solution itself may be far from the fastest numbers:
+    which layers are resident decides how large a slot must be."""
+    others = {kind: count for kind, count in solution.items() if kind != "R"}
+    for num_resident in range(num_layers + 1):
+        scale = (num_layers - num_resident) / max(sum(others.values()), 1e-9)
+        ranges = [range(int(scale * count), int(scale * count) + 2) for count in others.values()]
+        for counts in itertools.product(*ranges):
+            if num_resident + sum(counts) == num_layers:
+                yield {"R": num_resident, **dict(zip(others, counts, strict=True))}
+
+
+def weighed_counts(workload: Workload, letters: str, counts: Counts | None = None) -> Counts:
+    """Return the number of layers of each kind, where a layer counts as the ratio of its parameters to the mean
+    layer's. `letters`: the kind of each layer, bottom first. `counts`: the answer for equal layers."""
+    if not workload.layer_numels:
+        return counts or Counter(letters)
+    mean_params = workload.mean_layer_params
+    return {kind: params / mean_params for kind, params in params_of(workload, letters).items()}
 
 
 def hosted_boundary_bytes(plan: Plan) -> int:
@@ -361,12 +396,14 @@ def _linear_needs(
     """Return, by memory, the bytes of one more layer of each kind, and the bytes that all other memory needs leave for
     layers."""
     base_counts = dict.fromkeys(KINDS, 0) | dict.fromkeys(kinds, 4)  # more layers than slots
-    base_workload = workload.at_depth(sum(base_counts.values()))
+    num_layers = sum(base_counts.values())
+    # a model of unequal layers has no more layers than its configuration, but its plan by the mean has
+    base_workload, workload_of_one_more = (
+        workload if workload.layer_numels else workload.at_depth(number)
+        for number in (num_layers, num_layers + 1)
+    )
     base_plan = plan_of(base_workload, base_counts)
-    plan_with_one_more = {
-        kind: plan_of(workload.at_depth(base_workload.num_layers + 1), {**base_counts, kind: 5})
-        for kind in kinds
-    }
+    plan_with_one_more = {kind: plan_of(workload_of_one_more, {**base_counts, kind: 5}) for kind in kinds}
     needs, free_bytes = {}, {}
     for field_name in (f"{memory}_bytes" for memory in MEMORIES):
         limit, base_bytes = getattr(room, field_name), getattr(base_plan, field_name)

@@ -135,7 +135,7 @@ def executed_flops(workload: Workload) -> float:
 def virtual_rates(workload: Workload, rates: Rates) -> Rates:
     """Return the rates with another forward_share: the share of the forward pass in all FLOPs, by which the virtual
     clock divides compute."""
-    forward_flops = workload.num_layers * workload.layer_flops + workload.head_flops_per_step / 3
+    forward_flops = workload.all_layers_flops + workload.head_flops_per_step / 3
     return dataclasses.replace(rates, forward_share=forward_flops / executed_flops(workload))
 
 
