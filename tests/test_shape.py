@@ -38,6 +38,7 @@ LONGER = {
     "methods/engines/deepspeed.py::train": "a method's loop",
     "methods/fsdp2_offload.py::Fsdp2Offload.train": "a method's loop",
     "methods/stronghold.py::Stronghold.train": "a method's loop",
+    "methods/l2l.py::L2L.train": "a method's loop",
     "methods/pipeline/pipeline.py::Varuna.__init__": "as the original Varuna's users call it",
     "methods/pipeline/schedule.py::_units_by_rules": "the rules of a slot, for all stages at once",
     "papers/report/page.py::template_values": "the values of one template",

@@ -118,7 +118,7 @@ def test_so_they_have_by_micro_batches_and_with_states_on_the_disk(tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("method", "options"), [("resident", {}), *METHODS[:1], *METHODS[2:]])
-@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", [QUICK, pytest.param("glm4_moe", marks=pytest.mark.heavy)])
 def test_the_plan_is_what_the_training_takes_on_sim(
     name: str, method: str, options: dict[str, Any], dtype: str
 ) -> None:
