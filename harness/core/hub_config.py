@@ -103,6 +103,10 @@ IMPLEMENTATION_FIELDS = tuple(
 )
 ATTENTION_NAMES = (None, "sdpa", "eager")
 EXPERTS_NAMES = (None, "grouped_mm")
+UNCOUNTED_EXPERTS_NAMES = (
+    "eager",
+    "batched_mm",
+)  # transformers' own ways to compute experts, which no plan counts
 
 
 def read_config(path: Path) -> tuple[JsonObject, str]:
@@ -166,12 +170,14 @@ def _is_tied(whole: JsonObject, part: JsonObject) -> bool:
 
 
 def _check_implementations(config: JsonObject) -> None:
-    """Raise RefusedModel if a field names code of attention or experts that is not transformers' own."""
+    """Raise RefusedModel if a field names code of attention or experts that is not transformers' own, or a way to
+    compute experts that plans do not count."""
     for field in IMPLEMENTATION_FIELDS:
         names = EXPERTS_NAMES if "experts" in field else ATTENTION_NAMES
         if (value := config.get(field)) not in names:
+            code = "experts" if "experts" in field and value in UNCOUNTED_EXPERTS_NAMES else "attention"
             known = " or ".join(filter(None, names))
-            raise RefusedModel("attention", field=field, known=known, value=f"{value!r:.60}")
+            raise RefusedModel(code, field=field, known=known, value=f"{value!r:.60}")
 
 
 def _check_values(config: JsonObject) -> None:

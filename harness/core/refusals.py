@@ -33,6 +33,10 @@ REASONS = {
     ),
     "positions": "expected rotary positions of type {known}, got {kind}; correct rope_type in config.json",
     "attention": "expected {field} to be {known}, got {value}, which would load other code; remove it from config.json",
+    "experts": (
+        "expected {field} to be {known}, got {value}: plans count the memory of grouped products alone; remove it from"
+        " config.json"
+    ),
     "tie": (
         "tie_word_embeddings is {whole} in the model's own fields and {part} in its text_config, and transformers reads"
         " one or the other; write the same value into both"
