@@ -42,6 +42,9 @@ WIDTH_FIELDS = (
     "shared_expert_intermediate_size",
     "shared_intermediate_size",
 )
+# Names of the number of experts that a token meets: Mixtral's and most families', Kimi Linear's, ERNIE 4.5's, and
+# that of Aria and Hunyuan, whose value may be a list with an entry for each layer.
+CHOSEN_EXPERTS_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 # Other fields of whole numbers that this project reads; each may be missing.
 NUMBER_FIELDS = (*WIDTH_FIELDS, "num_key_value_heads", "sliding_window", "max_position_embeddings")
 MOST_COUNT = 10**9  # upper bound of every count, as in harness/core/job.py
@@ -193,6 +196,10 @@ def _check_values(config: JsonObject) -> None:
             raise RefusedModel(
                 "value", field=name, expected=f"a whole number from 1 to {MOST_COUNT}", value=f"{value!r:.40}"
             )
+    for name in CHOSEN_EXPERTS_FIELDS:
+        if not all(count == 0 or _is_count(count) for count in _numbers(config.get(name))):
+            expected = f"a whole number from 0 to {MOST_COUNT}"
+            raise RefusedModel("value", field=name, expected=expected, value=f"{config[name]!r:.40}")
     for name in TOKEN_FIELDS:
         ids = config.get(name)
         if not all(_is_id(number) for number in (ids if isinstance(ids, list) else [ids])):
@@ -209,6 +216,11 @@ def _check_values(config: JsonObject) -> None:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNT
+
+
+def _numbers(value: Any) -> list[Any]:
+    """Return the entries of a field that holds one number or a list of them; none if the field is missing."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _is_id(value: Any) -> bool:
@@ -243,11 +255,13 @@ def sizes_of(config: JsonObject) -> JsonObject:
 @functools.lru_cache(maxsize=32)
 def inner_size(text: str, hidden_size: int) -> int:
     """Return the width of an MLP's inner tensors in the model narrowed to this hidden size; 0 if the configuration does
-    not tell it. In a mixture of experts it is the width of all experts that a token meets."""
-    config = narrowed(text, 1, hidden_size, 1)
+    not tell it. In a mixture of experts it is the width of all experts that a token meets, in the layer where these are
+    most."""
+    config = narrowed(text, json.loads(text)["num_hidden_layers"], hidden_size, 1)
     inner = config.get("intermediate_size") or 0
     of_expert = config.get("moe_intermediate_size") or inner
-    return int(max(inner, of_expert * (config.get("num_experts_per_tok") or 0)))
+    chosen = [count for name in CHOSEN_EXPERTS_FIELDS for count in _numbers(config.get(name))]
+    return int(max(inner, of_expert * max(chosen, default=0)))
 
 
 def check_samples(config: JsonObject, seq_len: int) -> None:

@@ -17,11 +17,13 @@ from harness.core import hub_config
 from harness.core.data import token_batches
 from harness.core.job import Room, Workload
 from harness.core.method import create
+from harness.core.refusals import RefusedModel
 from harness.devices.memory_account import Tracker
 from harness.models import grouped_experts, hub_model, named_models, weight_files
 from harness.models.hub_model import library
 from harness.models.model import build, new_layer
 from harness.plan import block_sketch, sketch
+from tests.support import causal_types
 from tests.support.configured import config_of, configured
 from tests.support.training import train
 
@@ -130,6 +132,40 @@ def test_blocks_of_tokens_compute_the_experts_that_a_token_meets() -> None:
     blocks = block_sketch.sketch(configured("mixtral"), 4)
     assert blocks is not None
     assert (blocks["parts"][0], blocks["token_flops"]) == ("mlp", 2 * (2 * 3 * 32 * 48 + 4 * 32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mixtral", {"num_experts_per_tok": 3}),
+        ("ernie4_5_moe", {"moe_k": 3, "moe_layer_start_index": 0}),
+        ("aria_text", {"moe_topk": 3}),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": [2, 3]}),
+        (
+            "kimi_linear",
+            {"num_experts_per_token": 3, "num_experts": 8, "num_expert_group": 1, "first_k_dense_replace": 0},
+        ),
+    ],
+)
+def test_inner_widths_count_the_chosen_experts_by_the_name_that_a_family_gives_their_number(
+    kind: str, changes: dict[str, Any]
+) -> None:
+    config = {**json.loads(str(causal_types.tiny(kind))), **changes}
+    whole, widths = hub_model.transformers_model(config, torch.float32), list[int]()
+
+    def when_routed(experts: Any, args: Any) -> None:
+        widths.append(args[1].shape[-1] * experts.intermediate_dim)
+
+    for experts in sketch.experts_of(whole):
+        experts.register_forward_pre_hook(when_routed)
+    whole(torch.zeros((1, 4), dtype=torch.long), use_cache=False)
+    assert hub_config.inner_size(hub_config.text_of(config), config["hidden_size"]) == max(widths)
+
+
+@pytest.mark.parametrize("count", ["2", [2, "2"], 2.5, -1, True])
+def test_a_number_of_experts_that_is_no_whole_number_is_refused(count: object) -> None:
+    with pytest.raises(RefusedModel, match="expected num_experts_per_tok as a whole number from 0 to"):
+        hub_config.checked_config(config_of("mixtral", num_experts_per_tok=count), "")
 
 
 def test_tokens_are_counted_on_sim_as_on_a_cpu() -> None:
