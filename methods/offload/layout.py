@@ -78,18 +78,19 @@ def cut_pieces(pieces: Iterable[Piece], start: int, stop: int) -> list[Piece]:
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """Return the layout of the module's parameters, with their strides, which must leave no gaps. If the module has
-    frozen parameters, the layout has these alone: the trained ones have another home."""
-    frozen = frozen_parameters(module)
-    named = [pair for pair in module.named_parameters() if not frozen or not pair[1].requires_grad]
+    """Return the layout of the parameters that travel with the module, with their strides, which must leave no gaps:
+    the frozen ones of a module that is_frozen(), else all."""
+    named = [*module.named_parameters()]
+    if is_frozen(module):
+        named = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
     layout = Layout((name, parameter.shape, None) for name, parameter in named)
     layout.strides.update((name, parameter.stride()) for name, parameter in named)
     return layout
 
 
-def frozen_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are not trained."""
-    return [parameter for parameter in module.parameters() if not parameter.requires_grad]
+def is_frozen(module: nn.Module) -> bool:
+    """True if the module has frozen parameters. These travel then without its trained ones, which have another home."""
+    return not all(parameter.requires_grad for parameter in module.parameters())
 
 
 def install(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -24,7 +24,7 @@ from harness.devices.streams import Device
 from harness.models.model import new_layer
 from methods.offload.adamw import AdamStep, Settings
 from methods.offload.clip import Clip
-from methods.offload.layout import frozen_parameters, layout_of
+from methods.offload.layout import is_frozen, layout_of
 from methods.shared.terms import Terms
 from methods.streaming.boundaries import boundaries_on_host
 from methods.streaming.disk import Shelf, shelves
@@ -243,7 +243,7 @@ def new_layers(
 
 def kinds_of(source: LayerSource, kinds: str) -> str:
     """Return the kinds, with a W in place of S and D for each frozen layer, which has no state to take along."""
-    return with_frozen(kinds, (bool(frozen_parameters(layer.module)) for layer in source.layers))
+    return with_frozen(kinds, (is_frozen(layer.module) for layer in source.layers))
 
 
 def _new_states(

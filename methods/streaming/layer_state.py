@@ -23,7 +23,7 @@ from harness.models.gpt import DTYPES, drawn_blocks
 from harness.models.model import new_layer
 from methods.offload.adamw import AdamStep, Factor, Settings, split_into_runs, takes_one_pass, update
 from methods.offload.clip import Clip, norms_of
-from methods.offload.layout import cut_pieces, frozen_parameters, install, layout_of
+from methods.offload.layout import cut_pieces, install, is_frozen, layout_of
 from methods.offload.state import State, joined_master, keep_master_, kept_dtypes, master_of
 from methods.shared.memory_needs import CHUNK_NUMEL, block_numel, shared_numel
 from methods.shared.terms import Terms
@@ -97,7 +97,7 @@ class LayerState:
     ) -> None:
         self.device, self.module, self.prefix = device, layer.module, layer.prefix
         self.layout, self.terms, self.shelf = layout_of(layer.module), terms, home.shelf
-        self.is_frozen, self.dtype = bool(frozen_parameters(layer.module)), layer.dtype or terms.dtype
+        self.is_frozen, self.dtype = is_frozen(layer.module), layer.dtype or terms.dtype
         self.adds = False  # True: the next backward pass adds to the gradient at home
         self.deadline = device.next_place() if deadline is None else deadline
         self._take_memory(home, layer.groups)
