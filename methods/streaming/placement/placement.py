@@ -519,8 +519,21 @@ class PlacedLayers:
             gradient_bytes = weight_bytes * (2 if self.clipping == "deferred" else 1)
         num_copied = 2 * self.at_home("P") + 3 * self.at_home("WD") + 2 * sum(self.hosted_ends)
         num_copied -= self.at_home("WD", self.num_windowed_slots) + self.at_home("S", self.num_streamed_slots)
+        num_copied -= self._num_spared()
         streamed_bytes = weight_bytes + 2 * self.updated_bytes + gradient_bytes
         return weight_bytes * num_copied + streamed_bytes * self.at_home("S")
+
+    def _num_spared(self) -> int:
+        """Return the elements that a step does not copy because layers are frozen. No gradient of these goes home.
+        Their weights stay as they are on the device: parked ones, and those in slots when a step ends, which the next
+        step needs first."""
+        if not isinstance(self.workload, UserSizes) or not any(self.workload.are_frozen):
+            return 0
+        window, _ = rings(self.kinds, self.window_size)
+        spared_copies = dict.fromkeys(window.layers, 1) | dict.fromkeys(window.layers[: window.num_slots], 2)
+        spared_copies |= {index: 2 for index, kind in enumerate(self.kinds) if kind == "P"}
+        frozen_layers = (index for index, is_frozen in enumerate(self.workload.are_frozen) if is_frozen)
+        return sum(spared_copies.get(index, 0) * self.numels[index] for index in frozen_layers)
 
     def _exchanged_bytes(self) -> dict[str, float]:
         """Return the bytes that a rank sends. Ranks gather a layer when it is fetched, and sum its gradient in parts.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from harness.devices import sim
 from methods.l2l import L2LTrainer
+from methods.streaming.placement.placement import PlacedLayers, UserSizes, parse, with_frozen
 from methods.stronghold import StrongholdTrainer
 from tests.methods.streaming.users import models
 from tests.methods.streaming.users.test_transformers import LAYERS, layers_of, losses_of, new_model
@@ -234,6 +235,35 @@ def test_a_frozen_layer_takes_its_weights_alone_of_the_host(dtype: str, size: in
         slabs = [slab for state in states for slab in (*state.current, state.grads) if slab is not None]
         assert sum(slab.nbytes for slab in slabs) == size * frozen
         assert all(state.spare is None for state in states)
+
+
+@pytest.mark.parametrize("frozen", [{0, 1, 2, 3, 4}, {0}, {1}, {0, 1}, {3, 4}, set()], ids=str)
+@pytest.mark.parametrize(
+    ("placement", "window_size"),
+    [("W5", 1), ("W5", 3), ("P5", 2), ("R1P1W3", 2), ("W2S3", 2), ("R1P1W1S1D1", 1)],
+)
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.cover(2)
+def test_the_plan_foretells_what_one_more_step_moves(
+    clip: float, placement: str, window_size: int, frozen: set[int]
+) -> None:
+    model, moved = models.new_model("llama"), []
+    for place in frozen:
+        model.layers[place].requires_grad_(False)
+    optimizer = optimizer_of([parameter for parameter in model.parameters() if parameter.requires_grad])
+    options: dict[str, Any] = {"max_norm": clip, "placement": placement, "window_size": window_size}
+    with StrongholdTrainer(model, model.layers, optimizer, device="cpu", **options) as trainer:
+        for [batch] in models.batches(2):
+            model(*batch).backward()
+            trainer.step()
+            moved.append(trainer.gpu.moved_bytes)
+        numels = tuple(state.layout.numel for state in trainer.stream.states)
+        end_params = trainer.ends.layout.numel
+    are_frozen = tuple(place in frozen for place in range(len(numels)))
+    sizes = UserSizes("fp32", numels, end_params, 0, waits_for_norm=bool(clip), are_frozen=are_frozen)
+    kinds = with_frozen(parse(placement, len(numels)), are_frozen)
+    plan = PlacedLayers(sizes, kinds, window_size, "deferred" if clip else None).plan()
+    assert moved[1] - moved[0] == plan.moved_bytes
 
 
 CHANGES: dict[str, Callable[[nn.Parameter, bool], object]] = {
