@@ -24,12 +24,12 @@ from harness.devices.streams import Device
 from harness.models.model import new_layer
 from methods.offload.adamw import AdamStep, Settings
 from methods.offload.clip import Clip
-from methods.offload.layout import is_frozen, layout_of
+from methods.offload.layout import layout_of
 from methods.shared.terms import Terms
 from methods.streaming.boundaries import boundaries_on_host
 from methods.streaming.disk import Shelf, shelves
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
-from methods.streaming.placement.placement import BY_HOST, num_gradient_rooms, with_frozen
+from methods.streaming.placement.placement import BY_HOST, num_gradient_rooms
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.starting_values import draw_states
 
@@ -216,7 +216,8 @@ def new_layers(
 ) -> list[Layer]:
     """Return the layers, bottom first, each of the kind that its letter in `kinds` names. `disk`: the folder for the
     states of layers of kind D; None: the system's temporary folder. `speculates`: True: make spare states for
-    speculative updates. Raises OSError if the disk has no room. kinds_of() has made `kinds`."""
+    speculative updates. A frozen layer is of no kind with a state (with_frozen). Raises OSError if the disk has no
+    room."""
     numels, waits = [layout_of(layer.module).numel for layer in source.layers], source.terms.waits_for_norm
     numels_on_disk = [numel for numel, kind in zip(numels, kinds, strict=True) if kind == "D"]
     new_shelves = shelves(
@@ -239,11 +240,6 @@ def new_layers(
         return Hosted(state, rooms, device.returner if kind == "P" else device.copier)
 
     return list(map(layer_of_kind, kinds, states))
-
-
-def kinds_of(source: LayerSource, kinds: str) -> str:
-    """Return the kinds, with a W in place of S and D for each frozen layer, which has no state to take along."""
-    return with_frozen(kinds, (is_frozen(layer.module) for layer in source.layers))
 
 
 def _new_states(

@@ -236,6 +236,7 @@ class PlacementChoice:
 
     def _placed(self, kinds: str, window: int, clipping: str | None, workload: Sizes | None = None) -> Plan:
         workload = workload or self.workload
+        kinds = _possible_kinds(kinds, workload)
         options = {
             "window_size": window,
             "resident_layers": kinds.count("R"),
@@ -258,8 +259,7 @@ class PlacementChoice:
         is_ordered: bool = True,
     ) -> Plan:
         workload = workload or self.workload
-        if isinstance(workload, UserSizes) and workload.are_frozen:
-            kinds = with_frozen(kinds, workload.are_frozen)
+        kinds = _possible_kinds(kinds, workload)
         norm_clipping = (clipping or self.clipping or "deferred") if workload.waits_for_norm else None
         hosted_ends = (
             ends_on_host(workload, self.ends, self.world_size) if isinstance(workload, Workload) else []
@@ -275,6 +275,13 @@ class PlacementChoice:
             hosted_ends,
             is_ordered,
         ).plan()
+
+
+def _possible_kinds(kinds: str, workload: Sizes) -> str:
+    """Return the kinds that the layers have, of which some may be frozen."""
+    if isinstance(workload, UserSizes) and workload.are_frozen:
+        return with_frozen(kinds, workload.are_frozen)
+    return kinds
 
 
 def one_layer_plan(

@@ -12,7 +12,7 @@ from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
 from methods.shared.loss_scale import LossScale
 from methods.streaming.embedding_and_head import OnDevice
-from methods.streaming.layer_kinds import LayerSource, Streamed, kinds_of, new_layers
+from methods.streaming.layer_kinds import LayerSource, Streamed, new_layers
 from methods.streaming.layer_state import Home, LayerState, Passed
 from methods.streaming.slot import GradientRoom, Slot
 from methods.streaming.update_rules import DEFERRED, UpdateRule, update_at_once
@@ -68,7 +68,7 @@ class WindowStream:
     def __init__(
         self, parts: Parts, kinds: str, window_size: int, clipping: str | None, disk: str | None
     ) -> None:
-        speculates, kinds = clipping == "speculate", kinds_of(parts.layers, kinds)
+        speculates = clipping == "speculate"
         self.layers = new_layers(parts.device, parts.layers, kinds, window_size, disk, speculates=speculates)
         self.states = [layer.state for layer in self.layers]
         ends = OnDevice(parts.ends)

@@ -27,7 +27,13 @@ from harness.devices.budgets import capped
 from methods.offload import adamw_kernel
 from methods.shared.memory_needs import writable_folder
 from methods.streaming.placement.choice import DEFAULT_WINDOW
-from methods.streaming.placement.placement import CLIPPINGS, home_of_boundaries, parse
+from methods.streaming.placement.placement import (
+    CLIPPINGS,
+    home_of_boundaries,
+    parse,
+    placement_text,
+    with_frozen,
+)
 from methods.streaming.users.fitting import MemoryLimits, PlacementOptions, fitting
 from methods.streaming.users.streams import OneLayerStream, WindowStream
 from methods.streaming.users.training import Script, UserTraining
@@ -111,13 +117,13 @@ class StrongholdTrainer(UserTraining):
 
     def _stream_by(self, options: PlacementOptions) -> None:
         num_layers = len(self.user.layers)
-        kinds = parse(options.placement or "W", num_layers)
+        kinds = with_frozen(parse(options.placement or "W", num_layers), self.user.are_frozen)
         window = options.window_size or min(DEFAULT_WINDOW, num_layers)
         if not 1 <= window <= num_layers:
             raise ValueError(f"window_size: expected 1 to {num_layers}, got {options.window_size}")
         disk = str(writable_folder(options.disk)) if "D" in kinds else options.disk
         clipping = (options.clipping or "deferred") if self.terms.waits_for_norm else None
-        self.placement, self.window_size = options.placement or f"W{num_layers}", window
+        self.placement, self.window_size = placement_text(kinds), window
         self.clipping, self.activations = clipping, home_of_boundaries(options.activations)
         self._set_up(
             lambda parts: WindowStream(parts, kinds, window, clipping, disk), boundaries=self.activations

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.core.job import Room
 from harness.devices import sim
 from methods.l2l import L2LTrainer
+from methods.streaming.placement.choice import PlacementChoice
 from methods.streaming.placement.placement import PlacedLayers, UserSizes, parse, with_frozen
 from methods.stronghold import StrongholdTrainer
 from tests.methods.streaming.users import models
@@ -264,6 +266,23 @@ def test_the_plan_foretells_what_one_more_step_moves(
     kinds = with_frozen(parse(placement, len(numels)), are_frozen)
     plan = PlacedLayers(sizes, kinds, window_size, "deferred" if clip else None).plan()
     assert moved[1] - moved[0] == plan.moved_bytes
+
+
+def test_the_placement_names_the_kinds_that_frozen_layers_have() -> None:
+    """A frozen layer has no state that could be streamed or lie on a disk."""
+    model = models.new_model("llama")
+    for place in (1, 2, 4):
+        model.layers[place].requires_grad_(False)
+    optimizer = optimizer_of([parameter for parameter in model.parameters() if parameter.requires_grad])
+    with StrongholdTrainer(model, model.layers, optimizer, device="cpu", placement="R1S2D2") as trainer:
+        assert trainer.placement == "R1W2D1W1"
+        assert [type(layer).__name__ for layer in trainer.stream.layers[1:3]] == ["Hosted"] * 2
+
+
+def test_a_plan_puts_no_frozen_layer_on_the_disk() -> None:
+    sizes = UserSizes("fp32", (100,) * 3, 10, 0, waits_for_norm=False, are_frozen=(True, True, False))
+    options = PlacementChoice(sizes, Room(), placement="D2R1").plan().options
+    assert (options["placement"], "disk" in options) == ("W2R1", False)
 
 
 CHANGES: dict[str, Callable[[nn.Parameter, bool], object]] = {
