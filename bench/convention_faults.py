@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench import routing_faults
+from bench.replaced_functions import Breaks, replace_within
 from harness.core import hub_config
 from harness.core.job import Workload
-
-Breaks = Callable[[Any], None]  # a function that plants the fault in a HubModel
 
 
 def of(workload: Workload) -> dict[str, Breaks]:
@@ -41,7 +40,7 @@ def of(workload: Workload) -> dict[str, Breaks]:
         found["keys and values swapped"] = _swapped("self_attn", "k_proj", "v_proj")
         if config.get("num_key_value_heads", workload.num_heads) != workload.num_heads:
             found["queries of the next group of keys"] = _other_groups
-    found |= routing_faults.of(layer)
+    found |= routing_faults.of(workload)
     rope = {"rope_theta": config.get("rope_theta", 1e4), **(config.get("rope_parameters") or {})}
     if rope["rope_theta"] != 1e4:
         found["angles of base 10,000"] = lambda model: _other_angles(model, rope_theta=1e4)
@@ -80,17 +79,7 @@ def _interleaved(model: Any) -> None:
 def _let_call(attention: Any, name: str, other: Callable[[Any], Any]) -> None:
     """While the module `attention` computes, replace the function `name` of the module's source file by
     other(function)."""
-    code, forward = sys.modules[type(attention).__module__], attention.forward
-
-    def changed(*args: Any, **words: Any) -> Any:
-        original = getattr(code, name)
-        setattr(code, name, other(original))
-        try:
-            return forward(*args, **words)
-        finally:
-            setattr(code, name, original)
-
-    attention.forward = changed
+    replace_within(attention, sys.modules[type(attention).__module__], name, other)
 
 
 def _other_angles(model: Any, **changes: Any) -> None:

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from bench.replaced_functions import Breaks, replace_within
+from harness.core.job import Workload
 from harness.models.grouped_experts import MARK
 
-Breaks = Callable[[Any], None]  # a function that plants the fault in a HubModel
 Reroutes = Callable[[Any, Any], tuple[Any, Any]]  # maps numbers and weights of experts to others
-LAYER = 1  # the layer with the fault, where one layer alone has it
+LAYER = 1  # the layer with the fault; one fault exchanges its router with that of the next layer
 
 
-def of(layer: dict[str, Any]) -> dict[str, Breaks]:
-    """Return the faults of a mixture, by name; none if a layer with these tensors is no mixture."""
-    return FAULTS if any("experts" in name for name in layer) else {}
+def of(workload: Workload) -> dict[str, Breaks]:
+    """Return the faults of a mixture, by name; none if the layer with the fault or the next layer has no experts."""
+    if workload.num_layers < LAYER + 2:
+        return {}
+    kinds = [workload.anatomy.kind_of(index) for index in (LAYER, LAYER + 1)]
+    return FAULTS if all(any("experts" in name for name in kind.tensors) for kind in kinds) else {}
 
 
 def _experts(model: Any) -> Iterator[Any]:
@@ -67,9 +71,11 @@ def _without_gradient(model: Any) -> None:
             count["tokens"] = torch.bincount(args[1].flatten().cpu(), minlength=experts.num_experts)
 
         def drop(grad: Any, count: dict[str, Any] = count) -> Any:
-            grad = grad.clone()
-            used = count["tokens"].masked_fill(count["tokens"] == 0, grad.shape[1] * 2**20)
-            grad[int(used.argmin())] = 0
+            tokens, grad = count["tokens"], grad.clone()
+            of_used = tokens.masked_fill(
+                tokens == 0, int(tokens.sum()) + 1
+            )  # an unused expert is not the least used
+            grad[int(of_used.argmin())] = 0
             return grad
 
         experts.register_forward_pre_hook(when_routed)
@@ -77,17 +83,12 @@ def _without_gradient(model: Any) -> None:
             weight.register_hook(drop)
 
 
-def _routers(model: Any) -> list[Any]:
-    """Return the modules of the layers that choose experts: those with a matrix of a row for each expert."""
-    found = []
-    for layer in model.layers:
-        numbers = [module.num_experts for module in layer.modules() if hasattr(module, MARK)]
-        found += [
-            module
-            for module in layer.modules()
-            if numbers and not hasattr(module, MARK) and _rows(module) == numbers[0]
-        ]
-    return found
+def _router(layer: Any) -> Any:
+    """Return the module of a layer that chooses experts: the one with a matrix of a row for each expert."""
+    num_experts = next(module.num_experts for module in layer.modules() if hasattr(module, MARK))
+    return next(
+        module for module in layer.modules() if not hasattr(module, MARK) and _rows(module) == num_experts
+    )
 
 
 def _rows(module: Any) -> int:
@@ -102,18 +103,7 @@ def _with_function(owner: str, name: str, other: Callable[[Any], Any]) -> Breaks
         import torch
 
         home = torch.nn.functional if owner == "functional" else torch
-        router = _routers(model)[LAYER]
-        forward = router.forward
-
-        def changed(*args: Any, **words: Any) -> Any:
-            original = getattr(home, name)
-            setattr(home, name, other(original))
-            try:
-                return forward(*args, **words)
-            finally:
-                setattr(home, name, original)
-
-        router.forward = changed
+        replace_within(_router(model.layers[LAYER]), home, name, other)
 
     return plant
 
@@ -121,8 +111,8 @@ def _with_function(owner: str, name: str, other: Callable[[Any], Any]) -> Breaks
 def _rounded(linear: Any) -> Any:
     """Round a router's scores to 8 bits, as bf16 has them."""
 
-    def rounded(*args: Any, **words: Any) -> Any:
-        scores = linear(*args, **words)
+    def rounded(*args: Any, **options: Any) -> Any:
+        scores = linear(*args, **options)
         return scores.bfloat16().to(scores.dtype)
 
     return rounded
@@ -131,8 +121,8 @@ def _rounded(linear: Any) -> Any:
 def _last_first(topk: Any) -> Any:
     """Choose the last of several experts with the same score first, instead of any of them."""
 
-    def choose(scores: Any, number: int, dim: int = -1, **words: Any) -> Any:
-        values, numbers = topk(scores.flip(dim), number, dim=dim, **words)
+    def choose(scores: Any, number: int, dim: int = -1, **options: Any) -> Any:
+        values, numbers = topk(scores.flip(dim), number, dim=dim, **options)
         return values, scores.shape[dim] - 1 - numbers
 
     return choose
@@ -140,7 +130,7 @@ def _last_first(topk: Any) -> Any:
 
 def _of_other_layer(model: Any) -> None:
     """Let two layers route by each other's router."""
-    one, other = _routers(model)[LAYER : LAYER + 2]
+    one, other = map(_router, model.layers[LAYER : LAYER + 2])
     one.forward, other.forward = other.forward, one.forward
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -808,17 +808,10 @@ def _same_each_step(loop: Loop) -> None:
 def _anew_in_recompute(loop: Loop) -> None:
     """Plant a fault: the recompute in the backward pass drops other elements than the forward pass did."""
     from harness.models import gpt
+    from methods.shared.roundings import replaced
 
-    @contextlib.contextmanager
-    def forgetful() -> Iterator[None]:
-        original = gpt.checkpoint
-        gpt.checkpoint = functools.partial(original, preserve_rng_state=False)  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            gpt.checkpoint = original
-
-    loop.patches.append(forgetful)
+    forgetful = functools.partial(gpt.checkpoint, preserve_rng_state=False)
+    loop.patches.append(lambda: replaced(gpt, "checkpoint", forgetful))
 
 
 DROPOUT_FAULTS: dict[str, Callable[[Loop], None]] = {

@@ -125,6 +125,10 @@ def test_another_choice_among_experts_of_the_same_score_is_no_fault() -> None:
     assert departures.rounding_departure(trial, is_held_to_bits=False) is None
 
 
+def test_a_mixture_of_two_layers_has_no_layer_for_the_faults_of_routing() -> None:
+    assert routing_faults.of(configured("mixtral", num_layers=2)) == {}
+
+
 @pytest.mark.heavy
 def test_every_convention_of_these_families_is_tried() -> None:
     known = {fault for family in BROKEN for fault in convention_faults.of(configured(family))}
