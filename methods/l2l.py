@@ -40,6 +40,7 @@ class L2L(Method):
     paper = "Pudipeddi et al. 2020, arXiv:2002.05645"
     can_rehearse = True
     takes_config = True  # trains models that a config.json describes, too
+    takes_lora = True  # trains adapters alone on frozen weights, too
     accumulates = True
     scales_loss = True
     to_build = staticmethod(adamw_kernel.to_build)
@@ -76,6 +77,7 @@ class L2L(Method):
             ends, depth = ends_of(gpu, workload, self.ends, waits=True), range(workload.num_layers)
             layers = [LayerState.of_model(gpu, workload, i, host=True) for i in depth]
             draw_states(layers, workload)
+            ends.join(layers)
             if self.activations == "host":
                 send_boundaries_home(layers, workload.boundary_bytes // self.world_size)
             largest = max(layers, key=lambda layer: layer.layout.numel)

@@ -29,6 +29,7 @@ class Resident(Method):
     can_rehearse = True
     is_reference = True
     takes_config = True  # trains models that a config.json describes, too
+    takes_lora = True  # trains adapters alone on frozen weights, too
     accumulates = True
     scales_loss = True
 
@@ -58,14 +59,17 @@ class ReferenceModel:
 
         self.workload, self.rounding = workload, rounding
         self.model = empty(workload, device)
-        self.names, self.weights = zip(*self.model.named_parameters(), strict=True)
-        self.is_mixed = workload.dtype != "fp32"
+        named = list(self.model.named_parameters())
+        self.frozen = [(name, weight.data) for name, weight in named if not weight.requires_grad]
+        trained = [(name, weight) for name, weight in named if weight.requires_grad]
+        self.names, self.weights = zip(*trained, strict=True)
+        # adapters are fp32 in any dtype of the workload, so they need no masters
+        self.is_mixed = self.weights[0].dtype != torch.float32
         self.masters = list(self.weights)
         if self.is_mixed:
             self.masters = [torch.empty_like(weight, dtype=torch.float32) for weight in self.weights]
-        initialize(
-            ((name, master.data) for name, master in zip(self.names, self.masters, strict=True)), workload
-        )
+        masters = [(name, master.data) for name, master in zip(self.names, self.masters, strict=True)]
+        initialize((*self.frozen, *masters), workload)
         self._copy_to_weights()
         self.optimizer = adamw(self.masters)
         self.scale = LossScale(workload)
@@ -97,7 +101,7 @@ class ReferenceModel:
         return self.scale.step(loss, norm, is_skipped=is_skipped)
 
     def tensors(self) -> list[TensorState]:
-        tensors = []
+        tensors = [TensorState(name, weight) for name, weight in self.frozen]
         for name, master in zip(self.names, self.masters, strict=True):
             state = self.optimizer.state[master]
             tensors.append(TensorState(name, master.detach(), state.get("exp_avg"), state.get("exp_avg_sq")))
@@ -125,14 +129,16 @@ def _backward(model: Model, inputs: Tensor, targets: Tensor, num_parts: int, sca
         loss.backward()
         return loss.detach()
     embedded = [model.embed(part) for part in inputs.chunk(num_parts)]
-    starts = [x.detach().requires_grad_() for x in embedded]
+    is_trained = embedded[0].requires_grad
+    starts = [x.detach().requires_grad_(is_trained) for x in embedded]
     total = torch.zeros((), device=inputs.device)
     for x, part in zip(starts, targets.chunk(num_parts), strict=True):
         loss = model.loss(x, part, scale) / num_parts
         loss.backward()
         total += loss.detach()
     for x, start in zip(embedded, starts, strict=True):
-        x.backward(start.grad)
+        if is_trained:
+            x.backward(start.grad)
     return total
 
 

@@ -74,6 +74,7 @@ class Stronghold(Method):
     hides = ("copies", "updates", "gathers")
     can_rehearse = True
     takes_config = True  # trains models that a config.json describes, too
+    takes_lora = True  # trains adapters alone on frozen weights, too
     accumulates = True
     scales_loss = True
     to_build = staticmethod(adamw_kernel.to_build)
@@ -142,6 +143,7 @@ class Stronghold(Method):
             if self.activations == "host":
                 num_bytes = workload.boundary_bytes // self.world_size
                 send_boundaries_home([layer.state for layer in layers], num_bytes)
+            ends.join(layer.state for layer in layers)
             rule = UpdateRule(source.terms, ends, layers, self.clipping)
             window = Window(layers, kinds, self.window_size, rule)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench import convention_faults
+from bench import adapter_faults, convention_faults
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from methods.shared.memory_needs import resident_plan
@@ -32,9 +32,10 @@ class Planted(Method):
     scales_loss = True
     accumulates = True
     takes_config = True
+    takes_lora = True
 
-    # a name in FAULTS, PATH_FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS, in _bf16_faults.py beside this file or in
-    # bench/convention_faults.py, or empty
+    # a name in FAULTS, PATH_FAULTS, HIDDEN_FAULTS, DROPOUT_FAULTS, in _bf16_faults.py beside this file, in
+    # bench/convention_faults.py or bench/adapter_faults.py, or empty
     fault: str = ""
     # the dtype in which the fault is planted, as in the path of one dtype alone; empty: in all
     only: str = ""
@@ -80,21 +81,27 @@ class Loop:
         self.table = next(iter(workload.anatomy.embedding))  # name of the token embedding
         self.layer, self.next = (workload.anatomy.layer_name(index) for index in (1, 2))
         self.model = empty(workload, device)
-        self.weights = dict(self.model.named_parameters())
-        self.is_mixed = workload.dtype != "fp32"
+        parameters = dict(self.model.named_parameters())
+        self.frozen = {name: one.data for name, one in parameters.items() if not one.requires_grad}
+        self.weights = {name: one for name, one in parameters.items() if one.requires_grad}
+        self.is_mixed = workload.dtype != "fp32" and not workload.lora  # adapters are fp32
         self.masters: dict[str, Any] = dict(self.weights)
         if self.is_mixed:
             self.masters = {
                 name: torch.empty_like(one, dtype=torch.float32) for name, one in self.weights.items()
             }
-        initialize(((name, master.data) for name, master in self.masters.items()), workload)
+        initialize(
+            ((name, one.data) for name, one in (*self.frozen.items(), *self.masters.items())), workload
+        )
         self.betas, self.epsilon, self.max_norm = BETAS, EPSILON, workload.clip_norm
         self.step = 0
         self.patches: list[Any] = []  # functions whose contexts surround the model's passes
         self.memory: dict[str, Any] = {}  # values that a fault keeps from earlier steps
         if how.fault and how.only in ("", workload.dtype):
             conventions = {**convention_faults.of(workload), **convention_faults.ROUNDED}
-            if how.fault in conventions:
+            if how.fault in adapter_faults.FAULTS and workload.lora:
+                adapter_faults.FAULTS[how.fault](self)
+            elif how.fault in conventions:
                 conventions[how.fault](self.model)
             else:
                 {**FAULTS, **PATH_FAULTS, **BF16_FAULTS, **HIDDEN_FAULTS, **DROPOUT_FAULTS}[how.fault](self)
@@ -138,9 +145,10 @@ class Loop:
                 self.copy_to_weights()
             yield self.scale.step(loss, norm, is_skipped=is_skipped)
         state = self.optimizer.state
-        return Trained(
-            [TensorState(name, p.detach(), *map(state[p].get, MOMENTS)) for name, p in self.masters.items()]
-        )
+        trained = [
+            TensorState(name, p.detach(), *map(state[p].get, MOMENTS)) for name, p in self.masters.items()
+        ]
+        return Trained([*(TensorState(*pair) for pair in self.frozen.items()), *trained])
 
     def batch(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return inputs, targets

@@ -27,17 +27,18 @@ from harness.base.child_process import ask
 from harness.base.foreign_file import read_json
 from harness.base.json_object import JsonObject
 from harness.base.whole_file import write_whole
+from harness.core import adapters
 from harness.core.hub_config import inner_size, narrowed
 from harness.core.refusals import RefusedModel, Unavailable
 
 Shape = tuple[int, ...]
-Shapes = dict[str, Shape]
+Shapes = adapters.Shapes
 
 INIT_STD = 0.02
 # folder with the kept answers of harness/plan/sketch.py and block_sketch.py
 SKETCHES = ROOT / ".venv" / "sketches"
 # format number of the cached files; raise it when the fields or the numbers of a sketch change
-SKETCH_FORMAT = 10
+SKETCH_FORMAT = 11
 # most layers of a model that is sketched, because a config.json may ask for any number
 MOST_SKETCHED_LAYERS = 512
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
@@ -65,7 +66,7 @@ class TokenBlocks:
 @dataclass(frozen=True)
 class LayerKind:
     """What layers of one kind have in common: tensors, and the operations and bytes of a layer. The names in `tensors`
-    leave out the prefix of the layer."""
+    and `adapters` leave out the prefix of the layer. If a model has adapters, these alone are trained."""
 
     tensors: Shapes
     token_flops: int  # FLOPs of one token's matrix products in the forward pass
@@ -86,10 +87,16 @@ class LayerKind:
     # For some tensors: the elements [start, stop) whose gradient is nothing but rounding error.
     noise: dict[str, tuple[int, int]] = field(default_factory=dict)
     blocks: TokenBlocks | None = None  # None: a layer computes all tokens at once
+    adapters: Shapes = field(default_factory=dict)  # tensors of adapters; `tensors` lacks them
 
     @cached_property
     def num_params(self) -> int:
+        """Number of parameters, without those of adapters."""
         return sum(map(math.prod, self.tensors.values()))
+
+    @cached_property
+    def num_adapter_params(self) -> int:
+        return sum(map(math.prod, self.adapters.values()))
 
     @property
     def num_active_params(self) -> int:
@@ -221,7 +228,24 @@ class Anatomy:
 
     def names(self, num_layers: int) -> list[str]:
         """Return the names of all tensors in the model's order; the reference sums the global norm in this order."""
-        return [*self.ends, *(name for name, _ in self.layer_tensors(range(num_layers)))]
+        names = list(self.ends)
+        for index in range(num_layers):
+            kind = self.kind_of(index)
+            names += (self.layer_name(index) + name for name in (*kind.tensors, *kind.adapters))
+        return names
+
+    def adapter_tensors(self, num_layers: int) -> Shapes:
+        """Return the shapes of all adapters' tensors, by their names in the model."""
+        shapes = Shapes()
+        for index in range(num_layers):
+            shapes |= {
+                self.layer_name(index) + name: shape for name, shape in self.kind_of(index).adapters.items()
+            }
+        return shapes
+
+    def is_trained(self, name: str) -> bool:
+        """True if the tensor of this name in the model is trained: with adapters, these alone are."""
+        return adapters.is_adapter(name) or not any(kind.adapters for kind in self.kinds)
 
     def layer_tensors(self, layers: Iterable[int]) -> Iterator[tuple[str, Shape]]:
         """Yield the names in the model and the shapes of these layers' tensors."""
@@ -247,12 +271,12 @@ class Anatomy:
             return None
         index = int(number)
         kind = self.kind_of(index) if index < len(self.order) or not self.order else None
-        return kind if kind and self.within(name) in kind.tensors else None
+        return kind if kind and self.within(name) in kind.tensors | kind.adapters else None
 
     def shape_of(self, name: str) -> Shape | None:
         """Return the shape of the tensor of this name in the model; None if there is no such tensor."""
         kind = self.kind_with(name)
-        return kind.tensors[self.within(name)] if kind else self.ends.get(name)
+        return (kind.tensors | kind.adapters)[self.within(name)] if kind else self.ends.get(name)
 
     def noise_of(self, name: str) -> tuple[int, int]:
         """Return the elements [start, stop) of the tensor of this name whose gradient is nothing but rounding error."""
@@ -276,7 +300,12 @@ def anatomy_of(workload: Any) -> Anatomy:
     widths = (workload.hidden_size, workload.vocab_size)
     model_name = workload.model or "the model"
     anatomy = _sketched_anatomy(
-        workload.config, widths, model_name, is_half=is_half, block_tokens=tokens_at_once
+        workload.config,
+        widths,
+        model_name,
+        workload.adapters,
+        is_half=is_half,
+        block_tokens=tokens_at_once,
     ).first(workload.num_layers)
     if (most := anatomy.most_tokens) < workload.seq_len:
         message = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
@@ -308,7 +337,13 @@ def check_sizes(path: Path, record: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _sketched_anatomy(
-    text: str, widths: tuple[int, int], model_name: str, *, is_half: bool, block_tokens: int
+    text: str,
+    widths: tuple[int, int],
+    model_name: str,
+    adapter_terms: adapters.Adapters | None,
+    *,
+    is_half: bool,
+    block_tokens: int,
 ) -> Anatomy:
     """Return the parts of a model described by a config.json. harness/plan/sketch.py imports torch, so it finds the
     parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
@@ -316,7 +351,10 @@ def _sketched_anatomy(
     configuration's own number of layers, serves every number of layers (Anatomy.first)."""
     versions = [_transformers_version(), SKETCH_FORMAT]
     config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SKETCHED_LAYERS), *widths)
-    answer = _ask_once("harness.plan.sketch", config, versions)
+    question: JsonObject = {"config": config}
+    if adapter_terms is not None:  # alpha changes no tensor and no memory
+        question |= {"lora": str(adapter_terms.rank), "lora_targets": ",".join(adapter_terms.targets) or None}
+    answer = _ask_once("harness.plan.sketch", question, versions)
     if refused := answer.get("refused"):
         code, values = refused
         raise RefusedModel(code, f"{model_name} cannot be trained here", **values)
@@ -324,7 +362,7 @@ def _sketched_anatomy(
     if block_tokens:
         order = answer["order"]
         layers = [order.index(kind) if order else kind for kind in range(len(blocks))]
-        question = {"config": config, "is_half": is_half, "block_tokens": block_tokens, "layers": layers}
+        question |= {"is_half": is_half, "block_tokens": block_tokens, "layers": layers}
         blocks = _ask_once("harness.plan.block_sketch", question, versions)["blocks"]
     return Anatomy(
         embedding=_shapes(answer["embedding"]),
@@ -362,7 +400,8 @@ def _layer_kind(answer: JsonObject, dtype: str, blocks: JsonObject | None) -> La
         pair_boundaries=answer["pair_boundaries"][dtype],
         lines=tuple((*factors, fixed) for *factors, fixed in answer["lines"][dtype]),
         active_params=answer["active_params"],
-        noise=_noise_elements(tensors),
+        noise={} if answer["adapters"] else _noise_elements(tensors),
+        adapters=_shapes(answer["adapters"]),
         blocks=_token_blocks(blocks) if blocks else None,
     )
 
@@ -406,7 +445,7 @@ def _ask_once(module_name: str, question: Any, versions: list[Any]) -> Any:
     except (OSError, ValueError):
         if sys.stderr.isatty():  # a person waits
             print(
-                "reading the model's tensors, FLOPs and memory off its config.json, once: seconds",
+                "reading the model's tensors, FLOPs and memory off its layers, once: seconds",
                 file=sys.stderr,
             )
         answer = ask(module_name, question)
@@ -451,6 +490,8 @@ def _gpt_anatomy(workload: Any) -> Anatomy:
         # The keys' bias adds the same number to every score of a query, and the softmax cancels this number.
         noise={"qkv.bias": (hidden_size, 2 * hidden_size)},
     )
+    if workload.adapters is not None:
+        kind = _with_adapters(kind, workload)
     return Anatomy(
         embedding=tokens | positions,
         head=tokens | norm,
@@ -458,6 +499,31 @@ def _gpt_anatomy(workload: Any) -> Anatomy:
         layer_prefix="layers.",
         ends_prefix="ends.",
         starts=_gpt_starts(tokens | positions | norm | layer, workload.num_layers),
+    )
+
+
+def _with_adapters(kind: LayerKind, workload: Any) -> LayerKind:
+    """Return the layer of the published GPT with adapters. Raises ValueError for targets that it does not have."""
+    terms = workload.adapters
+    linears: Shapes = {
+        name.removesuffix(".weight"): (shape[1], shape[0])
+        for name, shape in kind.tensors.items()
+        if len(shape) > 1
+    }
+    if unknown := adapters.unknown_targets(linears, terms.targets):
+        known = ", ".join(linears)
+        raise ValueError(f"--lora-targets: expected linear layers of the GPT ({known}), got {unknown[0]}")
+    targets = adapters.chosen(linears, terms.targets)
+    tensors, shapes = adapters.adapted_shapes(kind.tensors, linears, targets, terms.rank)
+    memory = _ask_once("harness.plan.sketch", {"gpt_lora_targets": ",".join(targets)}, [SKETCH_FORMAT])
+    at_rank_0, per_share = memory["fp32" if workload.dtype == "fp32" else "half"]
+    return replace(
+        kind,
+        tensors=tensors,
+        adapters=shapes,
+        token_flops=kind.token_flops + 2 * sum(map(math.prod, shapes.values())),
+        boundaries=at_rank_0 + per_share * terms.rank / workload.hidden_size,
+        noise={},
     )
 
 

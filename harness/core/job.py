@@ -16,6 +16,7 @@ from harness.base.console import counted
 from harness.base.foreign_file import NO_OTHER_FIELDS
 from harness.base.json_object import JsonObject
 from harness.core import hub_config
+from harness.core.adapters import Adapters
 from harness.core.anatomy import MOST_LOGITS, Anatomy, LayerKind, anatomy_of
 from harness.core.option import UNSAID, Options, opt, unsaid_of
 from harness.core.rates import Rates
@@ -84,6 +85,22 @@ class Workload:
         metavar="DIR",
         is_unsaid=True,
     )
+    # rank and alpha of adapters, the only parameters that are then trained; None: all parameters are trained
+    lora: str | None = opt(
+        None,
+        "--lora",
+        "Train adapters of this rank on frozen weights (LoRA); default of alpha: twice the rank.",
+        metavar="RANK[:ALPHA]",
+        is_unsaid=True,
+    )
+    # names of the linear layers that get an adapter, separated by commas; None: all of each transformer layer
+    lora_targets: str | None = opt(
+        None,
+        "--lora-targets",
+        "Linear layers that get an adapter, as q_proj,v_proj; default: all of each layer.",
+        metavar="NAMES",
+        is_unsaid=True,
+    )
     # step at which learning_rate is reached
     lr_warmup_steps: int = field(default=LR_WARMUP_STEPS, metadata=UNSAID)
     # step from which on the learning rate is at its lowest
@@ -98,6 +115,7 @@ class Workload:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed: expected 0 to 2**63 - 1, got {self.seed}")
         self._check_model()
+        self._check_adapters()
         self._check_micro_batches()
         self._check_training()
         self._check_schedule()
@@ -129,6 +147,17 @@ class Workload:
         if self.dropout:
             raise ValueError("--dropout: expected 0 for a model with a config.json: leave --dropout out")
 
+    def _check_adapters(self) -> None:
+        if self.lora_targets is not None and self.lora is None:
+            raise ValueError("--lora-targets: expected --lora RANK beside it, got none; try --lora 16")
+        if (terms := self.adapters) is None:
+            return
+        # 16 and 16:32 must give the job the same key
+        object.__setattr__(self, "lora", terms.text)
+        object.__setattr__(self, "lora_targets", ",".join(terms.targets) or None)
+        if self.dropout:
+            raise ValueError("--dropout: expected 0 with --lora: leave --dropout out")
+
     def _check_micro_batches(self) -> None:
         if self.batch_size % self.micro_batches:
             counts = ", ".join(str(n) for n in range(1, self.batch_size + 1) if self.batch_size % n == 0)
@@ -159,6 +188,12 @@ class Workload:
             raise ValueError(f"{expected}, got {self.lr_decay_steps}; try {self.lr_warmup_steps + 1}")
 
     @property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained on frozen weights; None: all parameters are trained. Raises ValueError for
+        values of --lora that are none."""
+        return None if self.lora is None else Adapters.parse(self.lora, self.lora_targets)
+
+    @property
     def anatomy(self) -> Anatomy:
         """The parts of the model: tensors by name and shape, and a layer's operations and bytes."""
         return anatomy_of(self)
@@ -181,7 +216,7 @@ class Workload:
 
     @property
     def layer_params(self) -> int:
-        """Parameters of one layer; if layers are unequal, of the largest."""
+        """Parameters of one layer, without its adapters; if layers are unequal, of the largest."""
         return self.anatomy.layer_params
 
     @property
@@ -191,7 +226,15 @@ class Workload:
 
     @property
     def num_params(self) -> int:
-        return self.end_params + sum(count * kind.num_params for kind, count in self.kind_counts)
+        of_layers = (count * (kind.num_params + kind.num_adapter_params) for kind, count in self.kind_counts)
+        return self.end_params + sum(of_layers)
+
+    @property
+    def num_trained(self) -> int:
+        """Number of parameters that are trained: with adapters, theirs alone."""
+        if not self.lora:
+            return self.num_params
+        return sum(count * kind.num_adapter_params for kind, count in self.kind_counts)
 
     @property
     def kind_counts(self) -> list[tuple[LayerKind, int]]:
@@ -211,14 +254,21 @@ class Workload:
     @property
     def num_active_params(self) -> int:
         """Number of parameters that a token meets. In a mixture of experts these are fewer than num_params."""
-        return self.end_params + sum(count * kind.num_active_params for kind, count in self.kind_counts)
+        of_layers = (
+            count * (kind.num_active_params + kind.num_adapter_params) for kind, count in self.kind_counts
+        )
+        return self.end_params + sum(of_layers)
 
     @property
     def params_text(self) -> str:
-        """The number of parameters as text, such as 1.717 B; of a mixture of experts also those that a token meets."""
-        active = self.num_active_params
-        others = f" ({params_text(active)} active)" if active < self.num_params else ""
-        return params_text(self.num_params) + others
+        """The number of parameters as text, such as 1.717 B; of a mixture of experts also those that a token meets, and
+        with adapters those that are trained."""
+        active, parts = self.num_active_params, []
+        if active < self.num_params:
+            parts.append(f"{params_text(active)} active")
+        if self.lora:
+            parts.append(f"{params_text(self.num_trained)} trained")
+        return params_text(self.num_params) + (f" ({', '.join(parts)})" if parts else "")
 
     @property
     def weight_bytes(self) -> int:
@@ -234,7 +284,7 @@ class Workload:
         A recompute that stops before a layer's last matrix product saves 8 D^2 operations for each token and layer;
         this number includes them. A block of tokens is recomputed twice: with the whole layer, then on its own."""
         layers = [
-            count * (4 * self.flops_of(kind) + self.repeated_flops_of(kind))
+            count * (4 * self.flops_of(kind) + self.repeated_flops_of(kind) - self.frozen_flops_of(kind))
             for kind, count in self.kind_counts
         ]
         return sum(layers) + self.head_flops_per_step
@@ -242,7 +292,9 @@ class Workload:
     @property
     def model_flops_per_step(self) -> float:
         """Floating-point operations of one step without any recompute, as model FLOPs utilization (MFU) counts them."""
-        layers = [3 * count * self.flops_of(kind) for kind, count in self.kind_counts]
+        layers = [
+            count * (3 * self.flops_of(kind) - self.frozen_flops_of(kind)) for kind, count in self.kind_counts
+        ]
         return sum(layers) + self.head_flops_per_step
 
     @property
@@ -260,6 +312,13 @@ class Workload:
         tokens = self.batch_size * self.seq_len
         return float(tokens * (kind.token_flops + self.seq_len * kind.pair_flops))
 
+    def frozen_flops_of(self, kind: LayerKind) -> float:
+        """Return the floating-point operations of the gradients of a layer's frozen matrices, which no backward pass
+        computes. They are as many as those of the forward pass's products with these matrices."""
+        if not self.lora:
+            return 0.0
+        return float(self.batch_size * self.seq_len * (kind.token_flops - 2 * kind.num_adapter_params))
+
     def repeated_flops_of(self, kind: LayerKind) -> float:
         """Return the floating-point operations of the second recompute in the backward pass of a layer of this kind:
         after the whole layer, each block of tokens is recomputed once more. 0 if the layer does not compute in
@@ -269,7 +328,8 @@ class Workload:
     @property
     def head_flops_per_step(self) -> float:
         """Floating-point operations of the head in one step: the logits, and the gradients of its input and matrix."""
-        return 6.0 * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
+        products = 2.0 if self.lora else 3.0  # a frozen matrix gets no gradient
+        return 2.0 * products * self.batch_size * self.seq_len * self.vocab_size * self.hidden_size
 
     @property
     def boundary_bytes(self) -> int:
@@ -285,7 +345,7 @@ class Workload:
         block_tokens = min(tokens, max(1, MOST_LOGITS // self.vocab_size))
         first_logits = block_tokens * self.vocab_size
         later_logits = min(block_tokens, tokens - block_tokens) * self.vocab_size
-        matrix_bytes = weight_bytes * self.vocab_size * self.hidden_size
+        matrix_bytes = 0 if self.lora else weight_bytes * self.vocab_size * self.hidden_size
         # bytes of a logit, of its gradient, and of the copies that the loss keeps
         logit_bytes = (4 if weight_bytes == 4 else 4 + weight_bytes) + weight_bytes * self.anatomy.slopes
         first_bytes = logit_bytes * first_logits
@@ -320,7 +380,8 @@ class Workload:
             lines = ((factor + self.seq_len * pair, fixed) for factor, pair, fixed in kind.lines)
             return max(int(factor * boundary) + fixed for factor, fixed in lines)
         activation_bytes = int(self.boundaries_of(kind) * self.boundary_bytes) // self.micro_batches
-        return activation_bytes + self.weight_bytes * math.prod(kind.largest_tensor)
+        # a frozen matrix gets no gradient
+        return activation_bytes + (0 if self.lora else self.weight_bytes * math.prod(kind.largest_tensor))
 
     def boundaries_of(self, kind: LayerKind) -> float:
         """Return the most memory of the recompute and backward pass of a layer of this kind that computes all tokens at

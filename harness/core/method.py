@@ -126,6 +126,7 @@ class Method(ABC):
     clips: ClassVar[bool] = True  # False: trains only with --clip 0
     drops_alike: ClassVar[bool] = True  # False: its dropout drops elements that the reference's dropout keeps
     takes_config: ClassVar[bool] = False  # True: trains models described by a config.json, too
+    takes_lora: ClassVar[bool] = False  # True: trains adapters alone on frozen weights, too (--lora)
     scales_loss: ClassVar[bool] = False  # True: trains in fp16, by the rule of methods/shared/loss_scale.py
     # Name of the option that asks for another release of the method's engine, which build() installs into this
     # checkout's .venv; until then identity() is empty. None: the method has no such option.
@@ -269,6 +270,10 @@ def check(method: Method, workload: Workload, folders: tuple[Path, ...] = ()) ->
         method_names = methods_with("takes_config")
         raise ValueError(
             f"{method.label} trains only the published GPT, not {workload.model}: try -m {method_names}"
+        )
+    if workload.lora is not None and not method.takes_lora:
+        raise ValueError(
+            f"{method.label} does not train adapters: leave --lora out, or try -m {methods_with('takes_lora')}"
         )
     if workload.micro_batches > 1 and not method.accumulates:
         method_names = methods_with("accumulates")

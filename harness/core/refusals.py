@@ -37,6 +37,7 @@ REASONS = {
         "expected {field} to be {known}, got {value}: plans count the memory of grouped products alone; remove it from"
         " config.json"
     ),
+    "lora-targets": "--lora-targets: expected linear modules of its layers ({known}), got {target}",
     "tie": (
         "tie_word_embeddings is {whole} in the model's own fields and {part} in its text_config, and transformers reads"
         " one or the other; write the same value into both"

@@ -229,8 +229,8 @@ def missing_decay_text(record: Record, reference: Record) -> str:
         return ""
     median_growth = median_of([0.0, *matrix_growth.values()])
     if decay / 2 <= median_growth <= 2 * decay:
-        others = "where biases and norms agree: as without decay"
-        return f"matrices end {median_growth:.1e} larger than the reference's, {others}"
+        others = "where biases and norms agree: " if vector_growth else ""
+        return f"matrices end {median_growth:.1e} larger than the reference's, {others}as without decay"
     undecayed_names = [name for name, growth in matrix_growth.items() if decay / 2 <= growth <= 2 * decay]
     other_growths = [growth for name, growth in matrix_growth.items() if name not in undecayed_names]
     if not undecayed_names or any(abs(growth) > decay / 10 for growth in other_growths):

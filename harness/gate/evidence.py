@@ -120,8 +120,11 @@ def relative_differences(values: Sequence[float | None], expected: Sequence[floa
 
 def _tensor_pairs(record: Record, reference: Record) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each tensor's name, its facts and the reference's; the reference's twice if the record lacks the tensor.
-    Tensors of which the two records leave out different elements are skipped."""
+    Tensors of which the two records leave out different elements are skipped, and so are frozen tensors."""
+    anatomy = reference.job.workload.anatomy
     for name, expected in reference.tensors.items():
+        if not anatomy.is_trained(name):
+            continue
         tensor = record.tensors.get(name, expected)
         if tensor.get("left_out") == expected.get("left_out"):
             yield name, tensor, expected
@@ -175,10 +178,7 @@ COMPARISONS: dict[str, Callable[[Record, Record], dict[str, float]]] = {
 def fact_ratios(record: Record, reference: Record, key: str) -> dict[str, float]:
     """Return, for each tensor, its fact `key` (such as the distance moved) divided by the reference's fact."""
     by_name = {}
-    for name, expected in reference.tensors.items():
-        tensor = record.tensors[name]
-        if tensor.get("left_out") != expected.get("left_out"):
-            continue
+    for name, tensor, expected in _tensor_pairs(record, reference):
         fact, expected_fact = tensor.get(key), expected.get(key)
         if fact is not None and expected_fact:
             by_name[name] = fact / expected_fact  # type: ignore[operator]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from harness.base.console import counted
 from harness.base.json_object import JsonObject
+from harness.core.adapters import is_first_factor
 from harness.core.job import Job
 from harness.core.method import workloads_of
 from harness.core.record import PRODUCTS_IN, Record
@@ -67,8 +68,14 @@ def _flaw_of_tensors(record: Record) -> Flaw | None:
     # AdamW's step is at most the learning rate, which may be too small to change a weight near 1.
     is_small_step = record.job.workload.learning_rate_at(record.job.steps) < SMALLEST_STEP
     unchanged_tensors = []
+    anatomy, is_first_step = record.job.workload.anatomy, record.job.steps == 1
     for name, tensor in record.tensors.items():
-        if not tensor["changed"] and not (is_small_step and tensor.get("exp_avg")):
+        if not anatomy.is_trained(name):
+            if tensor["changed"]:
+                return Flaw("frozen", f"{name} changed, although it is frozen", {"tensors": [name]})
+        elif is_first_step and is_first_factor(name):
+            continue
+        elif not tensor["changed"] and not (is_small_step and tensor.get("exp_avg")):
             unchanged_tensors.append(name)
     if unchanged_tensors:
         text = f"{names_text(unchanged_tensors)} did not change in {counted(record.job.steps, 'step')}"
@@ -150,10 +157,12 @@ def least_device_bytes(job: Job) -> int:
 
 def least_state_bytes(job: Job) -> int:
     """Return a lower bound of the bytes that a rank of the job, or each of its devices, takes of both memories
-    together: weights in fp32, and both moments in the dtype of the training."""
+    together: of trained parameters weights in fp32, and both moments in the dtype of the training; of frozen ones the
+    weights in this dtype."""
     load, num_shares = job.workload, job.world_size * job.options.get("num_devices", 1)
-    state_bytes: int = (4 + 2 * load.weight_bytes) * load.num_params
-    return state_bytes // num_shares
+    trained_bytes = (4 + 2 * load.weight_bytes) * load.num_trained
+    frozen_bytes = load.weight_bytes * (load.num_params - load.num_trained)
+    return (trained_bytes + frozen_bytes) // num_shares
 
 
 def find_uncovered_code(record: Record) -> Flaw | None:

@@ -67,6 +67,7 @@ def inspect_tensor(state: TensorState, workload: Workload) -> JsonObject:
     Return the evidence: share of elements that changed, distance moved, size, sketch, sizes of both moments, share of
     elements with a second moment, hash."""
     weight, digest = state.weight.detach().reshape(-1), hashlib.sha256()
+    is_frozen = not workload.anatomy.is_trained(state.name)
     block_sketches: list[torch.Tensor] = []
     noise = noise_in(state.name, workload)
     num_changed, distance, size = 0, 0.0, 0.0
@@ -74,6 +75,8 @@ def inspect_tensor(state: TensorState, workload: Workload) -> JsonObject:
         block = weight[start : start + len(drawn)].float().cpu()
         digest.update(block.numpy().data)
         size = math.hypot(size, blockwise_norm(block))
+        if is_frozen:  # its starting values have the dtype of its weights
+            drawn.copy_(drawn.to(DTYPES[workload.dtype]))
         change = torch.sub(block, drawn, out=drawn)
         num_changed += int(torch.count_nonzero(change))
         without_noise(change, start, noise)

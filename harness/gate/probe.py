@@ -137,7 +137,7 @@ def workload(load: Workload, dtype: str, steps: int = STEPS) -> Workload:
     different elements. It has at least two samples, because rounding depends on the order in which samples are
     summed."""
     is_clipped = dtype != "fp32" and load.clip_norm > 0
-    clip_norm = CLIPPED_ELEMENT * math.sqrt(load.num_params) if is_clipped else load.clip_norm
+    clip_norm = CLIPPED_ELEMENT * math.sqrt(load.num_trained) if is_clipped else load.clip_norm
     return dataclasses.replace(
         load,
         learning_rate=CLIPPED_LEARNING_RATE if is_clipped else LEARNING_RATE,

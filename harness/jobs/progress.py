@@ -142,7 +142,10 @@ class _Lines:
         if job.trace and record.answers(job):
             self.write(f"  trace, for https://ui.perfetto.dev: {job.trace}")
         if job.save and record.answers(job):
-            self.write(f"  weights and config.json, for transformers: {job.save}")
+            written = (
+                "adapters, for peft" if job.workload.lora else "weights and config.json, for transformers"
+            )
+            self.write(f"  {written}: {job.save}")
 
     def foretell(self, event: Event) -> None:
         """After the first step, print the remaining time, if it is longer than LEAST_REMAINING_SECONDS."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.core import adapters
 from harness.core.anatomy import MOST_LOGITS, anatomy_of
 from harness.core.cpu_cores import available_cores
 from harness.core.job import BETAS, EPSILON, WEIGHT_DECAY, Workload
@@ -127,7 +128,8 @@ class HeadLoss(torch.autograd.Function):
                 torch.mm(dlogits, weight, out=dx[block])  # writes to dx without a temporary tensor
             else:  # under autocast the dtypes differ
                 dx[block] = dlogits @ weight
-            dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
+            if ctx.needs_input_grad[1]:
+                dweight = dlogits.t() @ x[block] if dweight is None else dweight.addmm_(dlogits.t(), x[block])
             del dlogits  # free the block's gradients before the next block
         ctx.gradients = dx, dweight
         return total
@@ -136,7 +138,7 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *dloss: Tensor) -> Any:
         # ctx keeps no reference, so autograd copies nothing
         (dx, dweight), ctx.gradients = ctx.gradients, None
-        return dx.mul_(dloss[0]), dweight.mul_(dloss[0]), None, None, None
+        return dx.mul_(dloss[0]), None if dweight is None else dweight.mul_(dloss[0]), None, None, None
 
 
 def cross_entropy(
@@ -231,21 +233,27 @@ def initials(shapes: Iterable[tuple[str, torch.Size]], workload: Workload) -> It
 def _sketch(workload: Workload) -> None:
     """Find the model's anatomy before threads ask for it. A model by its config.json that is new here is sketched by a
     process that takes seconds, and each thread would start one."""
-    if workload.weights is None:
-        anatomy_of(workload)
+    anatomy_of(workload)
 
 
 def _drawing(name: str, workload: Workload) -> Callable[[Tensor], Tensor]:
     """Return a function that fills an fp32 host tensor with the next starting values of the parameter `name`. If the
     model has no parameter of this name, the function fills in zeros, and the gate reports the name."""
-    if workload.weights is not None:
+    anatomy, name = anatomy_of(workload), adapters.original_name(name)
+    within = anatomy.within(name)
+    if workload.weights is not None and not adapters.is_adapter(within):
         return weight_files.reading(workload.weights, name)
-    anatomy = anatomy_of(workload)
-    mean, std = anatomy.starts.get(anatomy.within(name), (0.0, 0.0))
-    if not std:
+    mean, std = anatomy.starts.get(within, (0.0, 0.0))
+    is_uniform = adapters.is_first_factor(within)
+    if not std and not is_uniform:
         return lambda tensor: tensor.fill_(mean)
     seed = hashlib.sha256(f"{workload.seed} {name}".encode()).digest()[:8]
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+    if is_uniform:
+        shape = anatomy.shape_of(name)
+        assert shape is not None
+        bound = adapters.start_bound(shape)
+        return lambda tensor: tensor.uniform_(-bound, bound, generator=generator)
     return lambda tensor: tensor.normal_(mean, std, generator=generator)
 
 

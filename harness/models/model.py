@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from harness.core.job import Workload
+from harness.models.adapted import adapted, frozen
 from harness.models.gpt import DTYPES, GPT, Embedding, Ends, Head, Layer, initialize
 from harness.models.hub_model import HubEmbedding, HubEnds, HubHead, HubModel, hub_layer
 
@@ -23,7 +24,10 @@ def whole(workload: Workload) -> Model:
     """Return the whole model in the workload's dtype, without memory."""
     with torch.device("meta"):
         model = GPT(workload) if workload.config is None else HubModel(workload)
-    return model.to(DTYPES[workload.dtype])
+    model = frozen(model.to(DTYPES[workload.dtype]), workload)
+    for layer in model.layers:
+        adapted(layer, workload)
+    return model
 
 
 def empty(workload: Workload, device: str) -> Model:
@@ -41,7 +45,7 @@ def build(workload: Workload, device: str = "cpu") -> Model:
 def new_ends(workload: Workload) -> Ends | HubEnds:
     """Return one module with both ends of the model (before the first layer, after the last layer), without memory."""
     with torch.device("meta"):
-        return Ends(workload) if workload.config is None else HubEnds(workload)
+        return frozen(Ends(workload) if workload.config is None else HubEnds(workload), workload)
 
 
 def new_end_parts(workload: Workload) -> list[torch.nn.Module]:
@@ -68,6 +72,6 @@ def new_layer(workload: Workload, index: int) -> torch.nn.Module:
     """Return layer `index` without memory. A method later gives the layer's parameters memory, such as the memory of
     a slot."""
     if workload.config is not None:
-        return hub_layer(workload, index)
+        return adapted(hub_layer(workload, index), workload)
     with torch.device("meta"):
-        return Layer(workload)
+        return adapted(Layer(workload), workload)

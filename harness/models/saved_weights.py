@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from harness.base.whole_file import whole_folder
+from harness.core.adapters import targets_of
 from harness.models.gpt import DTYPES
 from harness.models.hub_model import config_to_save
 from harness.models.weight_files import ALONE, INDEX
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from harness.core.job import Workload
     from harness.core.method import TensorState
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # begins the names of tensors in files of peft
 FILE_BYTES = 2**30  # most bytes of tensors in a file, unless one tensor alone is larger
 
 
@@ -81,6 +84,41 @@ class SavedWeights:
             }
             (self.path / INDEX).write_text(json.dumps(index_file, indent=2) + "\n")
         config_to_save(self.workload).save_pretrained(self.path)
+
+
+class SavedAdapters:
+    """Writes a folder of trained adapters, as peft writes and loads them: adapter_model.safetensors and
+    adapter_config.json."""
+
+    def __init__(self, workload: Workload, folder: Path) -> None:
+        self.workload, self.folder = workload, folder
+
+    def passing(self, states: Iterable[TensorState]) -> Iterator[TensorState]:
+        """Yield the given states unchanged, and write the weights of adapters. Raises ValueError after the last state
+        if an adapter of the model is missing, and OSError if the folder cannot be written."""
+        from peft import LoraConfig
+        from safetensors.torch import save_file
+
+        anatomy, terms, weights = self.workload.anatomy, self.workload.adapters, dict[str, Tensor]()
+        assert terms is not None
+        with whole_folder(self.folder) as path:
+            for state in states:
+                if anatomy.is_trained(state.name):
+                    name = f"{PEFT_PREFIX}{state.name.replace('.default.', '.')}"
+                    weights[name] = state.weight.detach().to("cpu", copy=True).contiguous()
+                yield state
+            expected = anatomy.adapter_tensors(self.workload.num_layers)
+            if missing := len(expected) - len(weights):
+                raise ValueError(f"expected all adapters of the model to save, got none of {missing} tensors")
+            save_file(weights, path / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            LoraConfig(
+                r=terms.rank,
+                lora_alpha=terms.alpha,
+                target_modules=targets_of({anatomy.within(name): None for name in expected}),
+                task_type="CAUSAL_LM",
+                inference_mode=True,
+                base_model_name_or_path=self.workload.weights or self.workload.model_name,
+            ).save_pretrained(str(path))
 
 
 def _num_bytes(tensors: dict[str, Tensor]) -> int:

@@ -112,15 +112,17 @@ def block_lines(
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads JSON with `config`, `is_half`, `block_tokens` and `layers` (indices)
-    from standard input, and prints {"blocks": for each of these layers the fields of TokenBlocks, or null}."""
-    request = json.load(sys.stdin)
+    """Entry point for child_process.ask(): reads JSON with `config`, `is_half`, `block_tokens`, `layers` (indices) and,
+    for adapters, fields of a Workload from standard input, and prints {"blocks": for each of these layers the fields of
+    TokenBlocks, or null}."""
+    question = json.load(sys.stdin)
     limit_memory(MOST_BYTES)
-    sizes, dtype = hub_config.sizes_of(request["config"]), "bf16" if request["is_half"] else "fp32"
-    workload = Workload(**sizes, seq_len=TOKENS, dtype=dtype, config=json.dumps(request["config"]))
-    layers: list[int] = request["layers"]
+    config, is_half, layers = (question.pop(name) for name in ("config", "is_half", "layers"))
+    block_tokens, sizes = question.pop("block_tokens"), hub_config.sizes_of(config)
+    dtype = "bf16" if is_half else "fp32"
+    workload = Workload(**sizes, seq_len=TOKENS, dtype=dtype, config=json.dumps(config), **question)
     shown = workload.at_depth(num_shown(workload, layers))
-    print(json.dumps({"blocks": [sketch(shown, request["block_tokens"], index) for index in layers]}))
+    print(json.dumps({"blocks": [sketch(shown, block_tokens, index) for index in layers]}))
 
 
 if __name__ == "__main__":

@@ -30,12 +30,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.base.checkout import ROOT
 from harness.base.child_process import limit_memory
-from harness.core import hub_config
+from harness.core import adapters, hub_config
 from harness.core.job import Workload
 from harness.core.refusals import RefusedModel
 from harness.devices.memory_account import SIM_NAME
 from harness.devices.memory_rehearsal import without_memory
-from harness.models import grouped_experts, model
+from harness.models import adapted, grouped_experts, model
 from harness.models.gpt import DTYPES
 from harness.models.hub_model import (
     HubEmbedding,
@@ -69,6 +69,7 @@ COUNTED_TOKENS = (64, 128)  # lengths of the two samples whose operations are co
 # Number of tokens in which activations are measured. It is so large that a weight's memory is negligible beside the
 # activations' memory.
 MEASURED_TOKENS = 2**16
+GPT_COLUMNS = 256  # hidden size of the published GPT whose layer with adapters is measured
 # Likewise, the fewest and the most tokens of a mixture of experts. The gradients of its matrices are as large as the
 # activations of many more tokens than a dense layer's.
 FEW_TOKENS, MANY_TOKENS = 16, 2**20
@@ -90,10 +91,12 @@ def sketch(workload: Workload) -> dict[str, Any]:
     causal = without_values(workload)
     check_kind(causal)
     whole = model.whole(workload)
+    check_targets(workload, whole.layers)
     order = kinds_of(workload, whole.layers)
     first_layers = {kind: order.index(kind) for kind in sorted(set(order))}
     shown = workload.at_depth(num_shown(workload, first_layers.values()))
-    starts = proved(shown, sum(weight.numel() for weight in causal.parameters()))
+    base = replace(shown, lora=None, lora_targets=None)  # adapters change no part of the base
+    starts = proved(base, sum(weight.numel() for weight in causal.parameters()))
     embedding, head = shapes_of(HubEmbedding(shown)), shapes_of(HubHead(shown))
     size = [workload.vocab_size, workload.hidden_size]
     table, *positions = embedding.values()
@@ -114,6 +117,16 @@ def sketch(workload: Workload) -> dict[str, Any]:
     }
 
 
+def check_targets(workload: Workload, layers: nn.ModuleList) -> None:
+    """Raise RefusedModel if adapters have a target that is a linear module of no layer."""
+    if (terms := workload.adapters) is None:
+        return
+    linears = {name for layer in layers for name in adapted.linear_sizes(layer)}
+    names = sorted(name.removesuffix(".base_layer") for name in linears if ".lora_" not in name)
+    if unknown := adapters.unknown_targets(names, terms.targets):
+        raise RefusedModel("lora-targets", target=unknown[0], known=", ".join(names) or "none")
+
+
 def kinds_of(workload: Workload, layers: nn.ModuleList) -> list[int]:
     """Return the kind of each layer as a number. Layers are of one kind if they have the same modules and tensors."""
     kinds: dict[Any, int] = {}
@@ -128,8 +141,10 @@ def kinds_of(workload: Workload, layers: nn.ModuleList) -> list[int]:
 def kind_fields(workload: Workload, index: int) -> dict[str, Any]:
     """Return the fields of the LayerKind of layer `index`."""
     token_flops, pair_flops, active_params = layer_work(workload, index)
+    shapes = shapes_of(model.new_layer(workload, index))
     return {
-        "tensors": shapes_of(model.new_layer(workload, index)),
+        "tensors": {name: shape for name, shape in shapes.items() if not adapters.is_adapter(name)},
+        "adapters": {name: shape for name, shape in shapes.items() if adapters.is_adapter(name)},
         "token_flops": token_flops,
         "pair_flops": pair_flops,
         "active_params": active_params,
@@ -324,7 +339,8 @@ def layer_work(workload: Workload, index: int) -> tuple[int, int, int]:
             layer(torch.empty((1, tokens, workload.hidden_size), device="meta"))
         operations.append(counter.get_total_flops() // tokens)
     pair = (operations[1] - operations[0]) // (COUNTED_TOKENS[1] - COUNTED_TOKENS[0])
-    active_params = sum(weight.numel() for weight in layer.parameters()) - sum(unused.values())
+    weights = [weight for name, weight in layer.named_parameters() if not adapters.is_adapter(name)]
+    active_params = sum(weight.numel() for weight in weights) - sum(unused.values())
     return operations[0] - pair * COUNTED_TOKENS[0], pair if is_plain(workload) else pair // 2, active_params
 
 
@@ -427,6 +443,30 @@ def memory_lines(workload: Workload, index: int, tokens: int) -> list[tuple[floa
     return [low, *between(low, high, MOST_LINES), high]
 
 
+def gpt_adapter_memory(targets: str) -> dict[str, tuple[float, float]]:
+    """Return, by dtype, the memory of activations of a layer of the published GPT with adapters of its linear modules
+    `targets`: two numbers a and b, so that the memory is (a + b * rank / hidden size) times the layer's input."""
+
+    def measured(dtype: str, rank: int) -> float:
+        workload = Workload(
+            num_layers=1,
+            hidden_size=GPT_COLUMNS,
+            num_heads=GPT_COLUMNS // 64,
+            vocab_size=WORDS,
+            dtype=dtype,
+            lora=str(rank),
+            lora_targets=targets,
+        )
+        return boundaries(workload, 0, MOST_SAMPLE_TOKENS)
+
+    memory = {}
+    for name, dtype in (("fp32", "fp32"), ("half", "bf16")):
+        at_low, at_high = measured(dtype, 1), measured(dtype, GPT_COLUMNS // 4)
+        per_share = (at_high - at_low) / (1 / 4 - 1 / GPT_COLUMNS)
+        memory[name] = (at_low - per_share / GPT_COLUMNS, per_share)
+    return memory
+
+
 def sample_tokens(workload: Workload) -> int:
     """Return the number of tokens of each sample on which activations are measured."""
     config = hub_config.parsed(str(workload.config))
@@ -454,10 +494,15 @@ def peak(layer: nn.Module, size: tuple[int, int, int], dtype: torch.dtype, below
 
         if below is not None:
             layer.get_submodule(below).register_forward_pre_hook(when_passed)
+        has_adapters = not all(weight.requires_grad for weight in layer.parameters())
         for name, weight in list(layer.named_parameters()):
             owner, _, leaf = name.rpartition(".")
-            parameter = nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=SIM_NAME))
-            parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+            # an adapter is fp32 beside weights in half precision
+            weight_dtype = torch.float32 if has_adapters and weight.requires_grad else dtype
+            room = torch.empty(weight.shape, dtype=weight_dtype, device=SIM_NAME)
+            parameter = nn.Parameter(room, requires_grad=weight.requires_grad)
+            if weight.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
             setattr(layer.get_submodule(owner), leaf, parameter)
         weights = tracker.stats()["device_allocated"]
         x = torch.empty(size, dtype=dtype, device=SIM_NAME, requires_grad=True)
@@ -506,19 +551,23 @@ def given_bytes(workload: Workload) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Entry point for child_process.ask(): reads a configuration from standard input, and prints answer() as JSON."""
-    config = json.load(sys.stdin)
+    """Entry point for child_process.ask(): reads JSON with a `config` and, for adapters, fields of a Workload from
+    standard input, and prints answer() as JSON; or reads `gpt_lora_targets`, and prints gpt_adapter_memory()."""
+    question = json.load(sys.stdin)
     limit_memory(MOST_BYTES)
-    print(json.dumps(answer(config)))
+    if (targets := question.get("gpt_lora_targets")) is not None:
+        print(json.dumps(gpt_adapter_memory(targets)))
+    else:
+        print(json.dumps(answer(**question)))
 
 
-def answer(config: dict[str, Any]) -> dict[str, Any]:
+def answer(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """Return the fields of an Anatomy, or {"refused": [code, values]} with the code and values of a RefusedModel. An
     error of transformers or torch becomes a reason, too: a layer that reads its tensors' values fails, for example,
     because tensors without memory have no values."""
     try:
         sizes = hub_config.sizes_of(config)
-        return sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))
+        return sketch(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config), **fields))
     except RefusedModel as error:
         return {"refused": [error.code, error.values]}
     except Exception as error:

@@ -227,9 +227,10 @@ class Run:
         """Return the trained tensors, which are saved as they pass, if the job asks for this."""
         if not self.job.save:
             return tensors
-        from harness.models.saved_weights import SavedWeights
+        from harness.models.saved_weights import SavedAdapters, SavedWeights
 
-        return SavedWeights(self.job.workload, Path(self.job.save)).passing(tensors)
+        saved = SavedAdapters if self.job.workload.lora else SavedWeights
+        return saved(self.job.workload, Path(self.job.save)).passing(tensors)
 
     def _contradiction(self, trained: Trained) -> str:
         """Describe what would falsify the method's throughput, a wrong statement or late yields; empty if nothing."""

@@ -22,6 +22,7 @@ class Rounded(Method):
     scales_loss = True
     accumulates = True
     takes_config = True  # trains models that a config.json describes, too
+    takes_lora = True  # trains adapters alone on frozen weights, too
 
     def plan(self, workload: Workload, room: Room) -> Plan:
         plan, num_models = resident_plan(workload), len(self.names.split(","))

@@ -160,6 +160,8 @@ def gathered_params(workload: Workload) -> int:
 def resident_plan(workload: Workload) -> Plan:
     """Return the memory plan of a training that keeps everything on the device. Gradients are freed after each step, so
     the memory peaks at one of a few moments within a step."""
+    if workload.lora:
+        return _adapted_resident_plan(workload)
     num_params, weight_bytes, anatomy = workload.num_params, workload.weight_bytes, workload.anatomy
     is_whole = workload.micro_batches == 1
     boundary_bytes = workload.num_layers * workload.boundary_bytes // workload.micro_batches
@@ -207,6 +209,26 @@ def _at_lower_layers(workload: Workload) -> list[tuple[int, int]]:
     return moments
 
 
+def _adapted_resident_plan(workload: Workload) -> Plan:
+    """Return the memory plan of a training that keeps everything on the device and trains adapters alone, in fp32. The
+    adapters' gradients are the only ones that stay until the update."""
+    num_trained, boundary_bytes = workload.num_trained, workload.boundary_bytes // workload.micro_batches
+    embedded_bytes = 0 if workload.micro_batches == 1 else 2 * workload.boundary_bytes
+    at_loss = workload.num_layers * boundary_bytes + workload.head_bytes
+    at_layers = (
+        index * boundary_bytes + workload.bytes_of(kind)
+        for kind, index in workload.anatomy.topmost(workload.num_layers)
+    )
+    return Plan(
+        {
+            "weights": workload.weight_bytes * (workload.num_params - num_trained) + 4 * num_trained,
+            "gradients": 4 * num_trained,
+            "optimizer": OPTIMIZER_BYTES["fp32"] * num_trained,
+            "activations": max(at_loss, *at_layers) + embedded_bytes,
+        }
+    )
+
+
 def describe(
     workload: Workload, implementation: str, optimizer: str, *, has_own_recompute: bool = False
 ) -> dict[str, str]:
@@ -214,7 +236,9 @@ def describe(
     `implementation` and `optimizer`: the texts of these two cells. `has_own_recompute`: without dropout, the method
     recomputes by methods/streaming/recompute.py."""
     precision = f"weights {workload.dtype}"
-    if workload.dtype != "fp32":
+    if workload.lora:
+        precision += ", adapters and moments fp32"
+    elif workload.dtype != "fp32":
         precision += ", master and moments fp32"
     if workload.dtype == "fp16":
         precision += ", dynamic loss scale"

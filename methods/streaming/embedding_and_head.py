@@ -7,10 +7,11 @@ part to the layers as a list of micro-batches, each a tuple of one tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from harness.core.job import Workload
@@ -18,6 +19,7 @@ from harness.devices.streams import Device
 from harness.models.model import new_end_parts, new_ends
 from methods.offload.adamw import Settings
 from methods.offload.clip import Clip
+from methods.offload.layout import install
 from methods.shared.terms import Terms
 from methods.streaming.layer_state import Home, LayerState, NamedLayer, Passed
 from methods.streaming.slot import GradientRoom, Slot
@@ -52,6 +54,9 @@ class BothEnds:
     head: LayerState
     slab: Tensor
     num_micro_batches: int
+
+    def join(self, layers: Iterable[LayerState]) -> None:
+        """Give the layers those of their parameters that live beside the ends: none."""
 
     def embed(self, inputs: Tensor) -> list[Passed]:
         """Embed token ids to (B, T, D); keep only the small graph of the look-up, for backward()."""
@@ -105,6 +110,61 @@ class ResidentEnds(BothEnds, OnDevice):
         self.num_micro_batches = workload.micro_batches
         draw_states(self.states, workload)
         state.bind(state.current.weights)
+
+
+class FrozenEnds(BothEnds, OnDevice):
+    """The embedding, the final norm and the head, frozen, and beside them the adapters of all layers, which are
+    trained: all of it on the device."""
+
+    def __init__(self, device: Device, workload: Workload) -> None:
+        terms, anatomy = Terms.of(workload), workload.anatomy
+        ends = LayerState(
+            device, NamedLayer(new_ends(workload), anatomy.ends_prefix), terms, Home(on_host=False)
+        )
+        adapters = _module_of(anatomy.adapter_tensors(workload.num_layers))
+        trained = NamedLayer(adapters, "", dtype="fp32")
+        self.adapters = LayerState(device, trained, terms, Home(on_host=False))
+        super().__init__(self.adapters)
+        self.states.append(ends)
+        self.device, self.embedding, self.head, self.slab = device, ends, ends, ends.grads
+        self.num_micro_batches = workload.micro_batches
+        draw_states(self.states, workload)
+        for state in self.states:
+            state.bind(state.current.weights)
+
+    def join(self, layers: Iterable[LayerState]) -> None:
+        """Give the layers their adapters."""
+        of_layer = {layer.prefix: layer.module for layer in layers}
+        for name, parameter in self.adapters.module.named_parameters():
+            prefix = next(prefix for prefix in of_layer if name.startswith(prefix))
+            install(of_layer[prefix], name.removeprefix(prefix), parameter)
+
+    def embed(self, inputs: Tensor) -> list[Passed]:
+        module: Any = self.embedding.module
+        with self.device.span("compute", "forward", self.embedding.prefix):
+            return [(module.embed(micro_batch),) for micro_batch in self._micro_batches(inputs)]
+
+    def loss(self, xs: list[Passed], targets: Tensor, scale: float) -> tuple[Tensor, list[Passed]]:
+        self.adapters.collect_gradients(self.adapters.grads)
+        return super().loss(xs, targets, scale)
+
+    def backward(self, dxs: list[Passed]) -> None:
+        """Sum the adapters' gradients over ranks."""
+        self.adapters.sum_gradients()
+
+
+def _module_of(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
+    """Return a module whose parameters have these names, which have dots, and shapes, but no memory."""
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, leaf = name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
+    return root
 
 
 class HostedEnds(BothEnds):
@@ -189,6 +249,9 @@ AnyEnds = OnDevice | HostedEnds
 
 def ends_of(
     device: Device, workload: Workload, home: str | None, *, waits: bool = False
-) -> ResidentEnds | HostedEnds:
-    """Return the ends with their home on the host if `home` is "host"; for any other `home`, on the device."""
+) -> ResidentEnds | FrozenEnds | HostedEnds:
+    """Return the ends with their home on the host if `home` is "host"; for any other `home`, on the device. With
+    adapters the ends are frozen."""
+    if workload.lora:
+        return FrozenEnds(device, workload)
     return HostedEnds(device, workload, waits=waits) if home == "host" else ResidentEnds(device, workload)

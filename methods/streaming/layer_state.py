@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from methods.streaming.disk import Shelf
 
 
-# random elements drawn at once for a rank's part of a layer: few, because host memory is nearly full at that time
+# random elements drawn at once for a rank's part of a layer, or for a frozen layer: few, because host memory is nearly
+# full at that time
 DRAWN = 2**14
 # The tensors that one layer passes to the next for one micro-batch, or their gradients; None: that gradient is zero.
 Passed = tuple[Any, ...]
@@ -181,7 +182,8 @@ class LayerState:
 
     def draw_part(self, workload: Workload) -> None:
         """Draw the starting values of this rank's part of a layer. Every whole tensor that reaches into the part is
-        drawn block by block; only the part's elements are kept."""
+        drawn block by block; only the part's elements are kept. A frozen layer keeps them in the dtype of its
+        weights."""
         part = self.current.exp_avg if self.current.has_split_master else joined_master(self.current)
         for name, place in self.layout.places.items():
             if place.start >= self.first + len(part) or place.stop <= self.first:
@@ -191,7 +193,8 @@ class LayerState:
                 end = min(begin + len(drawn), len(part))
                 if end > max(begin, 0):
                     part[max(begin, 0) : end].copy_(drawn[max(-begin, 0) : end - begin])
-        self.keep_drawn(self.current)
+        if not self.is_frozen:
+            self.keep_drawn(self.current)
 
     def bind(self, weights: Tensor) -> None:
         """Make the module's parameters views of the slab `weights` on the device."""

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 def draw_states(states: Sequence[LayerState], workload: Workload) -> None:
     """Draw the starting values of the layers' tensors. All tensors of all layers are drawn in parallel, because a
-    machine may have more cores than one layer has tensors."""
-    if not any(state.is_shared for state in states):
+    machine may have more cores than one layer has tensors. The layers of ranks, and frozen ones, are drawn in small
+    blocks, because they have no fp32 memory to draw into."""
+    if not any(state.is_shared or state.is_frozen for state in states):
         fill_states(states, partial(initialize, workload=workload))
         return
     _call_in_threads(states, partial(LayerState.draw_part, workload=workload))

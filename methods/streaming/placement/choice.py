@@ -16,13 +16,14 @@ from harness.plan.resources import gather_sent_bytes
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import shared_numel, writable_folder
 from methods.streaming.placement.placement import (
-    BY_RANKS,
     CLIPPINGS,
+    RESIDENT_AND_WINDOWED,
     PlacedLayers,
     Sizes,
     UserSizes,
     ends_on_host,
     home_of_boundaries,
+    is_adapted,
     parse,
     placement_text,
     with_frozen,
@@ -67,9 +68,11 @@ class PlacementChoice:
             writable_folder(self.disk)
         if self.clipping not in (None, *CLIPPINGS):
             raise ValueError(f"clipping: expected one of {', '.join(CLIPPINGS)}, got {self.clipping!r}")
+        if is_adapted(self.workload) and self.placement:
+            self._check_kinds("with --lora, where no layer has a state")
         if self.world_size > 1:
             return self._of_a_rank()
-        ends_may_move = isinstance(self.workload, Workload)
+        ends_may_move = isinstance(self.workload, Workload) and not is_adapted(self.workload)
         return with_homes(self._at_homes, self.room, self.ends, self.activations, ends_may_move=ends_may_move)
 
     def _at_homes(self, ends: str | None, activations: str | None) -> Plan:
@@ -94,11 +97,7 @@ class PlacementChoice:
             )
         if self.disk:
             raise ValueError(f"disk: expected none {ranks_text}, got {self.disk}; try without --disk")
-        kinds = parse(self.placement, self.workload.num_layers) if self.placement else ""
-        if other_kinds := sorted(set(kinds) - set(BY_RANKS)):
-            tried_placement = placement_text("".join(kind if kind in BY_RANKS else "W" for kind in kinds))
-            expected_text = f"expected only layers R and W {ranks_text}, got {', '.join(other_kinds)}"
-            raise ValueError(f"placement: {expected_text}; try --placement {tried_placement}")
+        self._check_kinds(ranks_text)
         rank_choice = replace(
             self, workload=rank_part(self.workload, self.world_size), room=replace(self.room, rates=None)
         )
@@ -106,6 +105,14 @@ class PlacementChoice:
             rank_choice._at_homes, rank_choice.room, self.ends, self.activations, ends_may_move=False
         )
         return replace(plan, options={**plan.options, "world_size": self.world_size})
+
+    def _check_kinds(self, circumstance: str) -> None:
+        """Raise ValueError if a placement is given that has other kinds than R and W. `circumstance`: why."""
+        kinds = parse(self.placement, self.workload.num_layers) if self.placement else ""
+        if other_kinds := sorted(set(kinds) - set(RESIDENT_AND_WINDOWED)):
+            tried = "".join(kind if kind in RESIDENT_AND_WINDOWED else "W" for kind in kinds)
+            expected_text = f"expected only layers R and W {circumstance}, got {', '.join(other_kinds)}"
+            raise ValueError(f"placement: {expected_text}; try --placement {placement_text(tried)}")
 
     def _windows(self) -> Iterator[int]:
         """Yield the window sizes to try, the widest first. Raises ValueError if the window that was asked for is too
@@ -144,8 +151,9 @@ class PlacementChoice:
         plan_of = arranged_plan_of if workload.layer_numels else mean_plan_of
         boundary_bytes = hosted_boundary_bytes(plan_of(workload, {"R": workload.num_layers}))
         costs = StepCosts(workload, room.rates, clipping, boundary_bytes, self.ends or "device")
-        counts = choose_counts(costs, room, plan_of, "RPWS", mean_plan_of)
-        if counts is None and self.disk and clipping != "speculate":
+        kinds_of_plan = "RW" if workload.lora else "RPWS"
+        counts = choose_counts(costs, room, plan_of, kinds_of_plan, mean_plan_of)
+        if counts is None and not workload.lora and self.disk and clipping != "speculate":
             # the host cannot hold all states: try the disk
             counts = choose_counts(costs, room, plan_of, "RPWSD", mean_plan_of)
         if counts is None:
@@ -181,6 +189,7 @@ class PlacementChoice:
                 f"resident_layers: expected 0 to {num_layers}, the number of layers, got {num_resident}"
             )
         spares_room = not self.workload.waits_for_norm or self.workload.dtype != "fp32"
+        spares_room &= not is_adapted(self.workload)
         fixed_kinds = parse(self.placement, num_layers) if self.placement is not None else None
         if fixed_kinds is not None and num_resident not in (None, fixed_kinds.count("R")):
             raise ValueError(
@@ -290,6 +299,7 @@ def one_layer_plan(
     """Return L2L's plan, in which the layers take turns in one slot. with_homes() chooses those homes of ends and
     boundaries that are None. Raises ValueError for an unknown home."""
     rank_workload = rank_part(workload, num_ranks)
+    may_move = num_ranks == 1 and not workload.lora
 
     def plan_at(ends: str | None, activations: str | None) -> Plan:
         hosted_ends = ends_on_host(rank_workload, ends, num_ranks)
@@ -299,9 +309,13 @@ def one_layer_plan(
             rank_workload, kinds, 1, num_ranks=num_ranks, activations=boundaries_home, hosted_ends=hosted_ends
         )
         plan = layers.plan()
-        # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins.
-        (top_params,) = rank_workload.layer_numels[-1:] or [rank_workload.layer_params]
-        refetched_bytes = rank_workload.weight_bytes * shared_numel(top_params, num_ranks)
+        # Unlike STRONGHOLD, L2L fetches the top layer's weights again when the backward pass begins, and frozen ones of
+        # the bottom layer when a step begins.
+        numels = rank_workload.layer_numels or (rank_workload.layer_params,)
+        refetched = [numels[-1], *numels[:1]] if workload.lora else [numels[-1]]
+        refetched_bytes = rank_workload.weight_bytes * sum(
+            shared_numel(numel, num_ranks) for numel in refetched
+        )
         exchanged_bytes = {
             **plan.exchanged,
             "gathers": plan.exchanged["gathers"] + gather_sent_bytes(refetched_bytes, num_ranks),
@@ -314,7 +328,7 @@ def one_layer_plan(
             options=options,
         )
 
-    return with_homes(plan_at, room, ends, activations, ends_may_move=num_ranks == 1)
+    return with_homes(plan_at, room, ends, activations, ends_may_move=may_move)
 
 
 def with_homes(

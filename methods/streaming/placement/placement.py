@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from harness.base.console import counted
 from harness.core.job import Plan, Workload
@@ -37,7 +37,7 @@ KINDS = {
 }
 ON_DEVICE = "RP"  # kinds of layers whose weights stay on the device
 BY_HOST = "PWD"  # kinds of layers that the host updates
-BY_RANKS = "RW"  # kinds of layers that training on several ranks can use
+RESIDENT_AND_WINDOWED = "RW"  # kinds of layers that training on several ranks, and frozen layers, can use
 CLIPPINGS = ("deferred", "speculate")
 BOUNDARY_SLOTS = 2  # device slots for boundaries whose home is the host: one in use, one in transfer
 HOMES = ("device", "host")  # the homes that the ends (embedding, head) and the boundaries can have
@@ -199,6 +199,8 @@ def numels_of(workload: Sizes) -> tuple[int, ...]:
 
 def trained_params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     """Return, for each kind, the number of parameters of those of its layers that are trained."""
+    if is_adapted(workload):
+        return dict.fromkeys(KINDS, 0)
     if not isinstance(workload, UserSizes) or not workload.are_frozen:
         return params_of(workload, kinds)
     rows = zip(kinds, workload.numels, workload.are_frozen, strict=True)
@@ -206,6 +208,11 @@ def trained_params_of(workload: Sizes, kinds: str) -> dict[str, int]:
     for kind, numel, is_frozen in rows:
         trained[kind] += 0 if is_frozen else numel
     return {kind: trained[kind] for kind in KINDS}
+
+
+def is_adapted(workload: Sizes) -> TypeGuard[Workload]:
+    """True if all layers are frozen but for their adapters."""
+    return isinstance(workload, Workload) and workload.lora is not None
 
 
 def with_frozen(kinds: str, are_frozen: Iterable[bool]) -> str:
@@ -223,6 +230,8 @@ def ends_on_host(workload: Workload, home: str | None, num_ranks: int = 1) -> li
         raise ValueError(
             f"ends: expected device with --ranks {num_ranks}, got host; try --option ends=device"
         )
+    if home == "host" and workload.lora:
+        raise ValueError("ends: expected device with --lora, got host; try --option ends=device")
     return workload.anatomy.end_parts if home == "host" else []
 
 
@@ -351,7 +360,9 @@ class PlacedLayers:
     @property
     def updated_dtype(self) -> str:
         """The dtype of the trained parameters. Those outside of the layers have one of their own if all layers are
-        frozen."""
+        frozen; adapters are fp32."""
+        if is_adapted(self.workload):
+            return "fp32"
         end_dtype = self.workload.end_dtype if isinstance(self.workload, UserSizes) else None
         return end_dtype or self.workload.dtype
 
@@ -394,8 +405,16 @@ class PlacedLayers:
 
     @property
     def ends_on_device(self) -> int:
-        """Number of the parameters of embedding and head that live on the device."""
+        """Number of the trained parameters outside of the layers' homes that live on the device: embedding and head,
+        or the adapters."""
+        if is_adapted(self.workload):
+            return self.workload.num_trained
         return 0 if self.hosted_ends else self.workload.end_params
+
+    @property
+    def frozen_ends_on_device(self) -> int:
+        """Number of the parameters of embedding and head that live on the device and are frozen."""
+        return self.workload.end_params if is_adapted(self.workload) else 0
 
     @property
     def ends_numel(self) -> int:
@@ -425,7 +444,7 @@ class PlacedLayers:
         )
         # Small tensors matter when a device is nearly full: gradient norms and other scalars, 512 bytes each, and the
         # statistics that attention keeps for its backward pass, 8 bytes for each head and token.
-        num_tensors = sum(count * len(kind.tensors) for kind, count in workload.kind_counts)
+        num_tensors = sum(count * len(kind.adapters or kind.tensors) for kind, count in workload.kind_counts)
         small_bytes = 512 * (num_tensors + 32) + 8 * workload.num_attention_rows
         small_bytes += workload.given_bytes
         return Activations(boundary_bytes, small_bytes, max(bytes_at_head, bytes_at_layer) + small_bytes)
@@ -436,7 +455,8 @@ class PlacedLayers:
             kind: per_param * num_resident + self.end_bytes[kind] * self.ends_on_device
             for kind, per_param in self.bytes_at_home.items()
         }
-        device_bytes["weights"] += weight_bytes * (self.params_of_kind["R"] - num_resident)
+        num_frozen = self.params_of_kind["R"] - num_resident + self.frozen_ends_on_device
+        device_bytes["weights"] += weight_bytes * num_frozen
         # If embedding and head live on the host, they use the same memory on the device in turn. This memory has room
         # for the weights and the gradient of the larger of the two.
         device_bytes["weights"] += weight_bytes * (self.params_of_kind["P"] + self.ends_numel)
@@ -517,6 +537,9 @@ class PlacedLayers:
         gradient_bytes = 0
         if self.clipping is not None:
             gradient_bytes = weight_bytes * (2 if self.clipping == "deferred" else 1)
+        if is_adapted(self.workload):
+            # no gradient goes home, and a step finds its first layers in the slots
+            return 2 * weight_bytes * (self.at_home("WD") - self.at_home("WD", self.num_windowed_slots))
         num_copied = 2 * self.at_home("P") + 3 * self.at_home("WD") + 2 * sum(self.hosted_ends)
         num_copied -= self.at_home("WD", self.num_windowed_slots) + self.at_home("S", self.num_streamed_slots)
         num_copied -= self._num_spared()
@@ -537,14 +560,19 @@ class PlacedLayers:
 
     def _exchanged_bytes(self) -> dict[str, float]:
         """Return the bytes that a rank sends. Ranks gather a layer when it is fetched, and sum its gradient in parts.
-        Gradients of resident layers and ends are summed whole."""
+        Gradients of resident layers, ends and adapters are summed whole."""
         weight_bytes = self.workload.weight_bytes
-        summed_bytes = weight_bytes * self.num_ranks * self.at_home("WD")
+        hosted_bytes = weight_bytes * self.num_ranks * self.at_home("WD")
         kept_bytes = weight_bytes * self.num_ranks * self.at_home("WD", self.num_windowed_slots)
-        whole_sums_bytes = all_reduce_sent_bytes(
-            weight_bytes * (self.workload.end_params + self.params_of_kind["R"]), self.num_ranks
-        )
+        if is_adapted(self.workload):
+            gathered_bytes, summed_in_parts = 2 * (hosted_bytes - kept_bytes), 0
+            summed_whole = 4 * self.workload.num_trained
+        else:
+            gathered_bytes, summed_in_parts = 2 * hosted_bytes - kept_bytes, hosted_bytes
+            summed_whole = weight_bytes * (self.workload.end_params + self.params_of_kind["R"])
+        sums_bytes = gather_sent_bytes(summed_in_parts, self.num_ranks)
+        sums_bytes += all_reduce_sent_bytes(summed_whole, self.num_ranks)
         return {
-            "gathers": gather_sent_bytes(2 * summed_bytes - kept_bytes, self.num_ranks),
-            "sums": gather_sent_bytes(summed_bytes, self.num_ranks) + whole_sums_bytes,
+            "gathers": gather_sent_bytes(gathered_bytes, self.num_ranks),
+            "sums": sums_bytes,
         }

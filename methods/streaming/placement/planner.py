@@ -103,6 +103,9 @@ class StepCosts:
         weight_bytes, optimizer_bytes = bytes_at_home["weights"], bytes_at_home["optimizer"]
         sent_gradient = weight_bytes if self.clipping else 0
         fetched_gradient = weight_bytes if self.is_deferred else 0
+        if self.workload.lora:  # frozen weights come in for each pass, and nothing goes out
+            pools = (weight_bytes, weight_bytes) if self.is_deferred else (2 * weight_bytes, 0)
+            return {"R": CarriedBytes((0, 0), (0, 0)), "W": CarriedBytes(pools, (0, 0))}
         carried_by_kind = {
             "R": CarriedBytes((0, 0), (0, 0)),
             "P": CarriedBytes((0, weight_bytes), (weight_bytes, 0)),
@@ -129,6 +132,9 @@ class StepCosts:
     def _compute_rows(self) -> list[ResourceRow]:
         workload, rates = self.workload, self.rates
         forward_seconds, backward_seconds = compute_seconds(workload, rates)
+        if workload.lora:
+            adapter_seconds = device_update_seconds(workload.num_trained, workload, rates)
+            return self._rows_of_passes(forward_seconds, backward_seconds, adapter_seconds, {})
         layer_seconds = device_update_seconds(self.layer_params, workload, rates)
         ends_seconds = (
             0.0 if self.ends == "host" else device_update_seconds(workload.end_params, workload, rates)
@@ -136,6 +142,16 @@ class StepCosts:
         update_seconds = {"R": layer_seconds} | dict.fromkeys("SQ", rates.streamed_cost * layer_seconds)
         if rates.is_host:
             update_seconds |= dict.fromkeys("PWD", self._host_update_seconds())
+        return self._rows_of_passes(forward_seconds, backward_seconds, ends_seconds, update_seconds)
+
+    def _rows_of_passes(
+        self,
+        forward_seconds: float,
+        backward_seconds: float,
+        ends_seconds: float,
+        update_seconds: dict[str, float],
+    ) -> list[ResourceRow]:
+        """Return the device's rows. `update_seconds`: by kind, the update of one layer."""
         if not self.is_deferred:
             step_seconds = forward_seconds + backward_seconds + ends_seconds
             return [ResourceRow("compute", BACKWARD, step_seconds, update_seconds)]
@@ -157,6 +173,8 @@ class StepCosts:
         return FORWARD if self.is_deferred else BACKWARD
 
     def _host_and_disk_rows(self) -> list[ResourceRow]:
+        if self.workload.lora:  # no layer is updated
+            return []
         stored_bytes = self.stored_bytes
         bytes_by_resource = {
             "disk reads": stored_bytes,
@@ -185,7 +203,7 @@ class StepCosts:
             both_ways = {kind: inbound[kind] + outbound[kind] for kind in carried_by_kind}
             # bytes of host memory that an update touches for each parameter
             update_bytes = 0.0
-            if pool == self._update_pool:
+            if pool == self._update_pool and not self.workload.lora:
                 update_bytes = self._ahead_cost * UPDATE_BYTES[self.workload.dtype]
             update_traffic = dict.fromkeys("PWD", params * update_bytes)
             update_traffic["D"] += 2 * self.stored_bytes if update_bytes else 0
