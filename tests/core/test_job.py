@@ -49,6 +49,7 @@ WORKLOAD_CHANGES: dict[str, Any] = {
     field.name: CHANGES_BY_TYPE.get(type(field.default), lambda _: "a text")(field.default)
     for field in dataclasses.fields(Workload)
 } | {
+    "lora": "8:16",
     "num_heads": 8,
     "hidden_size": 1024,
     "micro_batches": 2,
@@ -190,10 +191,18 @@ def test_each_field_of_a_job_is_in_its_key(name: str) -> None:
     assert dataclasses.replace(JOB, **{name: JOB_CHANGES[name]}).key() != JOB.key()
 
 
-@pytest.mark.parametrize("name", [name for name in names(Workload) if name != "weights"])
+@pytest.mark.parametrize(
+    "name", [name for name in names(Workload) if name not in ("weights", "lora_targets")]
+)
 def test_each_field_of_a_workload_is_in_the_key(name: str) -> None:
     changed = dataclasses.replace(JOB.workload, **{name: WORKLOAD_CHANGES[name]})
     assert dataclasses.replace(JOB, workload=changed).key() != JOB.key()
+
+
+def test_the_layers_that_get_an_adapter_are_in_the_key() -> None:
+    all_layers = dataclasses.replace(JOB, workload=dataclasses.replace(JOB.workload, lora="8"))
+    some = dataclasses.replace(JOB, workload=dataclasses.replace(all_layers.workload, lora_targets="qkv"))
+    assert some.key() != all_layers.key()
 
 
 def test_the_weights_that_a_model_starts_from_are_in_the_key() -> None:

@@ -172,7 +172,7 @@ def test_a_target_that_the_model_lacks_is_refused_with_those_that_it_has() -> No
     ):
         _ = tiny(lora="4", lora_targets="q_proj").num_params
     with pytest.raises(
-        ValueError, match=r"expected linear modules of its layers \(self_attn.q_proj, .*\), got fc1"
+        ValueError, match=r"expected linear modules of its layers \(mlp.down_proj, .*\), got fc1"
     ):
         _ = configured("llama", lora="4", lora_targets="fc1").num_params
 

@@ -47,7 +47,9 @@ PLACES = {code: re.sub(r"\\\{\w+\\\}", ".+", re.escape(sentence)) for code, sent
 def sketched_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Without a process and a file for each model."""
     monkeypatch.setattr(anatomy, "SKETCHES", tmp_path / "sketches")
-    monkeypatch.setattr(anatomy, "ask", lambda module, config: json.loads(json.dumps(sketch.answer(config))))
+    monkeypatch.setattr(
+        anatomy, "ask", lambda module, question: json.loads(json.dumps(sketch.answer(**question)))
+    )
     anatomy._sketched_anatomy.cache_clear()
     yield
     anatomy._sketched_anatomy.cache_clear()
@@ -155,7 +157,7 @@ def test_one_sketch_serves_every_number_of_layers(tmp_path: Path, monkeypatch: p
     modules: list[str] = []
     answered = anatomy.ask
     monkeypatch.setattr(
-        anatomy, "ask", lambda module, config: modules.append(module) or answered(module, config)
+        anatomy, "ask", lambda module, question: modules.append(module) or answered(module, question)
     )
     assert [reason(tmp_path, config_of("llama"), "-l", number) for number in ("1", "4", "12")] == ["", "", ""]
     assert modules == ["harness.plan.sketch"]

@@ -437,9 +437,12 @@ class PlacedLayers:
         # it keeps 4: also the layer's input and the input's gradient.
         boundary_bytes = workload.boundary_bytes
         waiting_bytes = boundary_bytes - boundary_bytes // workload.micro_batches
-        bytes_at_head = self.num_kept_boundaries * boundary_bytes + workload.head_bytes + 2 * waiting_bytes
+        num_kept = self.num_kept_boundaries
+        if is_adapted(workload) and self.activations == "host":
+            num_kept += 1  # the bottom layer's input needs no gradient, so it does not travel
+        bytes_at_head = num_kept * boundary_bytes + workload.head_bytes + 2 * waiting_bytes
         bytes_at_layer = 4 * waiting_bytes + max(
-            min(index, self.num_kept_boundaries - 1) * boundary_bytes + workload.bytes_of(kind)
+            min(index, num_kept - 1) * boundary_bytes + workload.bytes_of(kind)
             for kind, index in workload.anatomy.topmost(len(self.kinds))
         )
         # Small tensors matter when a device is nearly full: gradient norms and other scalars, 512 bytes each, and the
