@@ -86,7 +86,7 @@ def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, 
     and the name of the fact that has this distance, such as loss.
     """
     floor = limits.rounding_floor(reference, [undropped]).alike()
-    far = {
+    pairs_of_facts = {
         "loss": zip(
             evidence.relative_differences(record.losses, reference.losses), floor.losses, strict=True
         ),
@@ -94,18 +94,25 @@ def ratio(record: Record, reference: Record, undropped: Record) -> tuple[float, 
             evidence.relative_differences(record.grad_norms, reference.grad_norms), floor.norms, strict=True
         ),
     }
-    found = {what: max(ours / limit for ours, limit in pairs) for what, pairs in far.items()}
+    multiples = {
+        fact: max(distance / limit for distance, limit in pairs) for fact, pairs in pairs_of_facts.items()
+    }
     for part, (reason, _) in TENSOR_FAILURES.items():
-        own = evidence.COMPARISONS[part](record, reference)
-        found[f"{part} ({reason})"] = max(
-            (each / floor.tensors[part][name] for name, each in own.items()), default=0.0
+        distances = evidence.COMPARISONS[part](record, reference)
+        multiples[f"{part} ({reason})"] = max(
+            (distance / floor.tensors[part][name] for name, distance in distances.items()), default=0.0
         )
-    worst = max(found, key=lambda what: math.inf if math.isnan(found[what]) else found[what])
-    return found[worst], worst
+    worst = max(multiples, key=lambda fact: math.inf if math.isnan(multiples[fact]) else multiples[fact])
+    return multiples[worst], worst
 
 
 def job(method: str, size: Workload, **options: Any) -> Job:
     return Job(method, size, options, steps=20, warmup=0)
+
+
+def references_of(case: Job) -> tuple[Job, Job]:
+    """Return the reference's job, and the same without dropout."""
+    return job("resident", case.workload), job("resident", replace(case.workload, dropout=0.0))
 
 
 @click.command()
@@ -121,33 +128,31 @@ def job(method: str, size: Workload, **options: Any) -> Job:
 def main(out: Path, cores: int, chosen: tuple[str, ...]) -> None:
     """Train all cases, or only the cases named in `chosen`; print each case's multiple, and write all multiples to the
     file `out`."""
-    tried = [
+    cases = [
         (f"megatron-lm {number}", job("megatron-lm", size)) for number, size in enumerate(SIZES, start=1)
     ]
-    tried += [
+    cases += [
         (f"other seed {n}", job("planted", size, dropout_seed=77)) for n, size in enumerate(SIZES, start=1)
     ]
-    tried += [(fault, job("planted", FAULTED, dropout_seed=77, fault=fault)) for fault in FAULTS]
-    names = [name for name, _ in tried]
+    cases += [(fault, job("planted", FAULTED, dropout_seed=77, fault=fault)) for fault in FAULTS]
+    names = [name for name, _ in cases]
     if unknown := set(chosen) - set(names):
         raise click.BadParameter(f"expected a case, got {min(unknown)!r}; try one of {', '.join(names)}")
-    tried = [(name, each) for name, each in tried if not chosen or name in chosen]
-    sizes = [size for _, each in tried for size in (each.workload, replace(each.workload, dropout=0.0))]
-    records = train_all([*(each for _, each in tried), *(job("resident", size) for size in sizes)], cores)
+    jobs = {name: case for name, case in cases if not chosen or name in chosen}
+    references = [reference for case in jobs.values() for reference in references_of(case)]
+    records = train_all([*jobs.values(), *references], cores)
     rows: list[dict[str, Any]] = []
-    for name, each in tried:
-        undropped = job("resident", replace(each.workload, dropout=0.0))
-        ours, theirs, other = (
-            records[one.key()] for one in (each, job("resident", each.workload), undropped)
-        )
-        if ours.status != "ok":
-            print(f"left out: {name}: {ours.status}: {ours.reason}")
+    for name, case in jobs.items():
+        record = records[case.key()]
+        reference, undropped = (records[of_case.key()] for of_case in references_of(case))
+        if record.status != "ok":
+            print(f"left out: {name}: {record.status}: {record.reason}")
             continue
-        times, where = ratio(ours, theirs, other)
-        verdict = judge(ours, theirs, undropped=other).verdict
+        times, where = ratio(record, reference, undropped)
+        verdict = judge(record, reference, undropped=undropped).verdict
         print(f"{name:35} {times:8.2f}  {where:30} {verdict}", flush=True)
-        told = round(times, 2) if math.isfinite(times) else None  # JSON has no infinity
-        rows.append({"name": name, "times": told, "where": where, "verdict": verdict})
+        written = round(times, 2) if math.isfinite(times) else None  # JSON has no infinity
+        rows.append({"name": name, "times": written, "where": where, "verdict": verdict})
     write_whole(out, json.dumps({"allowed": limits.DROPOUT_MULTIPLE, "rows": rows}, indent=1))
 
 

@@ -23,7 +23,8 @@ def table() -> None:
     print(f"{'devices, models':18}" + "".join(f"{name:>16}" for name in (*POLICIES, WHOLE)))
     for size in SIZES:
         cells = (
-            f"{statistics.mean(each):.3f} / {max(each):.3f}" for each in ratios_to_optimum(*size).values()
+            f"{statistics.mean(ratios):.3f} / {max(ratios):.3f}"
+            for ratios in ratios_to_optimum(*size).values()
         )
         print(f"{'{}, {}'.format(*size):18}" + "".join(f"{cell:>16}" for cell in cells))
 

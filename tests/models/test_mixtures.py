@@ -93,16 +93,13 @@ def test_an_expert_that_no_token_chose_gets_a_gradient_of_zeros_and_decays(dtype
     workload = configured("mixtral", dtype=dtype, batch_size=1, seq_len=1, num_layers=1, learning_rate=1e-3)
     before = build(workload)
     before(*token_batches(workload, 1)[0]).backward()
-    (weight,) = [each for name, each in before.named_parameters() if name.endswith("down_proj")]
+    (weight,) = [weight for name, weight in before.named_parameters() if name.endswith("down_proj")]
     assert weight.grad is not None
     unused = (weight.grad == 0).flatten(1).all(1)
     assert int(unused.sum()) == 2  # of four experts one token chooses two
     for method in ("resident", "l2l"):
-        trained = {each.name: each.weight for each in train(method, workload, 1).trained.tensors}
-        start = {
-            name: each.float()
-            for name, each in build(dataclasses.replace(workload, dtype="fp32")).named_parameters()
-        }
+        trained = {state.name: state.weight for state in train(method, workload, 1).trained.tensors}
+        start = dict(build(dataclasses.replace(workload, dtype="fp32")).named_parameters())
         (name,) = [name for name in trained if name.endswith("down_proj")]
         decayed = start[name][unused] * (1 - 0.01 * workload.learning_rate_at(1))
         torch.testing.assert_close(trained[name][unused], decayed)
