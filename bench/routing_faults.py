@@ -6,12 +6,12 @@ A module of experts gets, beside its input, for each token the numbers of its ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from bench.replaced_functions import Breaks, replace_within
 from harness.core.job import Workload
-from harness.models.grouped_experts import MARK
+from harness.models.grouped_experts import experts_of
 
 Reroutes = Callable[[Any, Any], tuple[Any, Any]]  # maps numbers and weights of experts to others
 LAYER = 1  # the layer with the fault; one fault exchanges its router with that of the next layer
@@ -25,15 +25,11 @@ def of(workload: Workload) -> dict[str, Breaks]:
     return FAULTS if all(any("experts" in name for name in kind.tensors) for kind in kinds) else {}
 
 
-def _experts(model: Any) -> Iterator[Any]:
-    return (module for module in model.layers[LAYER].modules() if hasattr(module, MARK))
-
-
 def _rerouted(change: Reroutes) -> Breaks:
     """Return a fault that changes the numbers and the weights of the experts in a layer."""
 
     def plant(model: Any) -> None:
-        for experts in _experts(model):
+        for experts in experts_of(model.layers[LAYER]):
             experts.register_forward_pre_hook(lambda _, args: (args[0], *change(*args[1:])))
 
     return plant
@@ -64,7 +60,7 @@ def _without_gradient(model: Any) -> None:
     """Drop the gradient of the expert that the fewest tokens chose."""
     import torch
 
-    for experts in _experts(model):
+    for experts in experts_of(model.layers[LAYER]):
         count: dict[str, Any] = {}
 
         def when_routed(experts: Any, args: Any, count: dict[str, Any] = count) -> None:
@@ -85,9 +81,9 @@ def _without_gradient(model: Any) -> None:
 
 def _router(layer: Any) -> Any:
     """Return the module of a layer that chooses experts: the one with a matrix of a row for each expert."""
-    num_experts = next(module.num_experts for module in layer.modules() if hasattr(module, MARK))
+    (experts,) = experts_of(layer)
     return next(
-        module for module in layer.modules() if not hasattr(module, MARK) and _rows(module) == num_experts
+        module for module in layer.modules() if module is not experts and _rows(module) == experts.num_experts
     )
 
 

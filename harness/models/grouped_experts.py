@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -22,6 +22,11 @@ OWN_COUNT = ("cpu", "mps", "cuda")  # devices on which transformers' count of to
 # attribute of transformers' modules of experts that compute in one of transformers' several ways
 MARK = "_is_expert_parallel"
 IMPLEMENTATION = "grouped_mm"  # transformers' name of this way to compute experts, its default
+
+
+def experts_of(module: nn.Module) -> list[Any]:
+    """Return the modules within `module` that hold the matrices of several experts, of which each token meets a few."""
+    return [child for child in module.modules() if hasattr(child, MARK)]
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -73,7 +73,9 @@ GPT_COLUMNS = 256  # hidden size of the published GPT whose layer with adapters 
 # Likewise, the fewest and the most tokens of a mixture of experts. The gradients of its matrices are as large as the
 # activations of many more tokens than a dense layer's.
 FEW_TOKENS, MANY_TOKENS = 16, 2**20
-MOST_LINES = 4  # most lines of a mixture's memory beside the lowest and the highest
+# How often the range between the lowest and the highest line of a mixture's memory is divided by a further line, and
+# then both parts: 3 times give at most 7 lines.
+MOST_DIVISIONS = 3
 SAME_SHARE = 1e-3  # a line that is higher than others by a smaller share is left out
 LEAST_FIXED = 2**16  # bytes; matrices whose gradients are smaller need no further line
 # A vector whose elements are at most this many standard deviations of matrices is drawn as matrices are.
@@ -344,11 +346,6 @@ def layer_work(workload: Workload, index: int) -> tuple[int, int, int]:
     return operations[0] - pair * COUNTED_TOKENS[0], pair if is_plain(workload) else pair // 2, active_params
 
 
-def experts_of(module: nn.Module) -> list[Any]:
-    """Return the modules within `module` that hold the matrices of several experts, of which each token meets a few."""
-    return [child for child in module.modules() if hasattr(child, grouped_experts.MARK)]
-
-
 def count_unused(module: nn.Module) -> dict[nn.Module, int]:
     """Return a table that the module's next forward pass fills: by the module of experts, the number of its parameters
     that a token does not meet."""
@@ -358,7 +355,7 @@ def count_unused(module: nn.Module) -> dict[nn.Module, int]:
         num_params = sum(weight.numel() for weight in experts.parameters())
         unused[experts] = num_params - num_params * args[1].shape[-1] // experts.num_experts
 
-    for experts in experts_of(module):
+    for experts in grouped_experts.experts_of(module):
         experts.register_forward_pre_hook(when_routed)
     return unused
 
@@ -377,7 +374,7 @@ def keeps_slopes(workload: Workload) -> int:
 def activation_memory(workload: Workload, index: int) -> dict[str, Any]:
     """Return the memory of activations of layer `index` in this workload's dtype, as fields of a LayerKind."""
     tokens = sample_tokens(workload)
-    if experts_of(model.new_layer(workload, index)):
+    if grouped_experts.experts_of(model.new_layer(workload, index)):
         return mixture_memory(workload, index, tokens)
     at_all, pair = boundaries(workload, index, tokens), 0.0
     if is_plain(workload):  # a second length tells which part of the memory grows with a sample's length
@@ -427,20 +424,21 @@ def memory_lines(workload: Workload, index: int, tokens: int) -> list[tuple[floa
         factor = (at_second - at_first) / (step * token_bytes)
         return factor, round(at_first - factor * num_tokens * token_bytes)
 
-    def between(low: tuple[float, int], high: tuple[float, int], most: int) -> list[tuple[float, int]]:
-        """Return the lines that are above both lines `low` and `high` where these meet; at most `most` lines."""
-        if most == 0 or high[0] <= low[0] or low[1] - high[1] < LEAST_FIXED:
+    def between(low: tuple[float, int], high: tuple[float, int], divisions: int) -> list[tuple[float, int]]:
+        """Return the lines that are above both lines `low` and `high` where these meet. `divisions`: how often the
+        range between both is divided."""
+        if divisions == 0 or high[0] <= low[0] or low[1] - high[1] < LEAST_FIXED:
             return []
         meeting = (low[1] - high[1]) / ((high[0] - low[0]) * token_bytes)
         num_tokens = max(1, round(meeting / tokens)) * tokens if meeting > tokens else max(1, round(meeting))
         if taken(num_tokens) <= (1 + SAME_SHARE) * (low[0] * num_tokens * token_bytes + low[1]):
             return []
         line = line_at(num_tokens, min(num_tokens, tokens))
-        return [*between(low, line, most // 2), line, *between(line, high, most // 2)]
+        return [*between(low, line, divisions - 1), line, *between(line, high, divisions - 1)]
 
     low = line_at(FEW_TOKENS, FEW_TOKENS)
     high = line_at(MANY_TOKENS, MANY_TOKENS)
-    return [low, *between(low, high, MOST_LINES), high]
+    return [low, *between(low, high, MOST_DIVISIONS), high]
 
 
 def gpt_adapter_memory(targets: str) -> dict[str, tuple[float, float]]:

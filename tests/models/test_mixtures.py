@@ -153,7 +153,7 @@ def test_inner_widths_count_the_chosen_experts_by_the_name_that_a_family_gives_t
     def when_routed(experts: Any, args: Any) -> None:
         widths.append(args[1].shape[-1] * experts.intermediate_dim)
 
-    for experts in sketch.experts_of(whole):
+    for experts in grouped_experts.experts_of(whole):
         experts.register_forward_pre_hook(when_routed)
     whole(torch.zeros((1, 4), dtype=torch.long), use_cache=False)
     assert hub_config.inner_size(hub_config.text_of(config), config["hidden_size"]) == max(widths)
