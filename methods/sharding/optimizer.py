@@ -14,6 +14,7 @@ from methods.shared.module_watch import hooks_of_step
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 States = dict[str, Tensor]  # the tensors that an optimizer keeps for a parameter, by the optimizer's keys
 MASTER = "master"  # key of the fp32 weights of mixed precision, which are kept among the optimizer's states
+ANOTHER = "try another, such as torch.optim.AdamW"
 
 
 def state_tensors(
@@ -52,11 +53,13 @@ def _states_after_step(make_optimizer: MakeOptimizer, parameters: list[nn.Parame
     class_name, groups = type(optimizer).__name__, optimizer.param_groups
     if sorted(id(p) for group in groups for p in group["params"]) != sorted(map(id, parameters)):
         raise ValueError(
-            f"{class_name}: expected an optimizer of the parameters that it is given, got other parameters"
+            f"{class_name}: expected an optimizer of the parameters that it is given, got other parameters;"
+            " try to make it of the argument"
         )
     if hooks_of_step(optimizer):
         raise ValueError(
-            f"{class_name}: expected an optimizer without hooks of its step(), which takes a shard at a time"
+            f"{class_name}: expected an optimizer without hooks of its step(), which takes a shard at a time;"
+            " try to do their work between the steps"
         )
     for group in groups:  # torch's fused, foreach and capturable steps do not run on the meta device
         group.update({key: False for key in ("fused", "foreach", "capturable") if key in group})
@@ -65,16 +68,16 @@ def _states_after_step(make_optimizer: MakeOptimizer, parameters: list[nn.Parame
         optimizer.step()
     except TypeError as error:
         raise ValueError(
-            f"{class_name}: expected an optimizer whose step() takes no arguments: {error}"
+            f"{class_name}: expected an optimizer whose step() takes no arguments ({error}); {ANOTHER}"
         ) from error
     if values_before != _shared_values(optimizer):
         raise ValueError(
-            f"{class_name}: expected states of single parameters, got values that all of them share"
+            f"{class_name}: expected states of single parameters, got values that all of them share; {ANOTHER}"
         )
     for states in optimizer.state.values():
         for key, value in states.items():
             if not isinstance(value, Tensor):
-                raise ValueError(f"{class_name}: expected only tensors as state, got {key}")
+                raise ValueError(f"{class_name}: expected only tensors as state, got {key}; {ANOTHER}")
     return [optimizer.state[parameter] for parameter in parameters]
 
 

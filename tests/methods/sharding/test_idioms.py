@@ -558,7 +558,7 @@ REFUSED: dict[str, list[tuple[Callable[[], nn.Module], dict[str, Any], str]]] = 
         (
             plain_layers,
             {"optimizer": torch.optim.LBFGS},
-            "LBFGS: expected an optimizer whose step.. takes no arguments",
+            "LBFGS: expected an optimizer whose step.. takes no arguments .*; try another, such as",
         ),
         (plain_layers, {"optimizer": clamping}, "SGD: expected an optimizer without hooks of its step"),
     ],
