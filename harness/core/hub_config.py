@@ -33,6 +33,33 @@ USUAL_NAMES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
+LAYERS_AND_HEADS = {"n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+# For a type of model: the names that only this type's files have, as USUAL_NAMES. Other types may have a field of such
+# a name for something else.
+NAMES_OF_TYPES = {
+    "dbrx": {**LAYERS_AND_HEADS, "d_model": "hidden_size", "max_seq_len": "max_position_embeddings"},
+    "gpt_neo": {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"},
+    "mpt": {**LAYERS_AND_HEADS, "d_model": "hidden_size"},
+    "trocr": {
+        "decoder_layers": "num_hidden_layers",
+        "decoder_attention_heads": "num_attention_heads",
+        "d_model": "hidden_size",
+    },
+    "xglm": {
+        "num_layers": "num_hidden_layers",
+        "attention_heads": "num_attention_heads",
+        "d_model": "hidden_size",
+    },
+    "xlm": {**LAYERS_AND_HEADS, "emb_dim": "hidden_size"},
+    "xlnet": {"d_model": "hidden_size"},
+}
+# For a size: the types of models whose configurations need not have it. They have no heads, or the size follows from
+# other fields.
+TYPES_WITHOUT_SIZE = {
+    "num_hidden_layers": ("blt", "longcat_flash", "nemotron_h", "reformer"),
+    "hidden_size": ("blt",),
+    "num_attention_heads": ("blt", "falcon_mamba", "jetmoe", "mamba", "mamba2", "rwkv", "xlstm"),
+}
 # fields of widths, which shrink with the hidden size
 WIDTH_FIELDS = (
     "intermediate_size",
@@ -42,6 +69,8 @@ WIDTH_FIELDS = (
     "shared_expert_intermediate_size",
     "shared_intermediate_size",
 )
+# fields of numbers that may be 0, which then stands for no window and for no experts that all tokens meet
+MAY_BE_0 = ("sliding_window", "shared_intermediate_size")
 # Names of the number of experts that a token meets: Mixtral's and most families', Kimi Linear's, ERNIE 4.5's, and
 # that of Aria and Hunyuan, whose value may be a list with an entry for each layer.
 CHOSEN_EXPERTS_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
@@ -81,6 +110,7 @@ ASSUMED_DROPOUTS = {
 }
 # prefixes of the dropout fields of heads that a causal model does not have
 OTHER_HEAD_PREFIXES = ("classifier_", "summary_")
+REPEATED_FIELD = "attention_types"  # GPT-Neo's field of patterns of kinds of layers, with numbers of repeats
 PER_LAYER_FIELD = "per_layer_config"  # field with settings of single layers, by the layer's number
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LEAST_WIDTH = 8  # smallest width of a narrowed model; widths are multiples of 8, as kernels need
@@ -153,8 +183,15 @@ def text_part(config: JsonObject) -> JsonObject:
         part = part | {TIES_FIELD: _is_tied(config, part)}
     else:
         part = config
-    usual = {USUAL_NAMES.get(name, name): value for name, value in part.items()}
+    usual_names = USUAL_NAMES | NAMES_OF_TYPES.get(part["model_type"], {})
+    usual = {usual_names.get(name, name): value for name, value in part.items()}
     return ASSUMED_SIZES.get(part["model_type"], {}) | usual
+
+
+def with_own_names(config: JsonObject) -> JsonObject:
+    """Return the configuration with its type's own names of sizes, from which transformers derives other fields."""
+    names = {usual: name for name, usual in NAMES_OF_TYPES.get(config["model_type"], {}).items()}
+    return {names.get(name, name): value for name, value in config.items()}
 
 
 def _is_tied(whole: JsonObject, part: JsonObject) -> bool:
@@ -185,14 +222,12 @@ def _check_implementations(config: JsonObject) -> None:
 
 def _check_values(config: JsonObject) -> None:
     """Raise RefusedModel if a field that this project reads has a value of another type or range."""
-    for name in FIELD_OF_SIZE.values():
-        if not _is_count(value := config.get(name)):
-            raise RefusedModel("size", field=name, value="none" if value is None else f"{value!r:.40}")
+    _check_sizes(config)
     for name in NUMBER_FIELDS:
         value = config.get(name)
         if name in WIDTH_FIELDS and isinstance(value, list):
             raise RefusedModel("list-of-widths", field=name)
-        if value is not None and not _is_count(value) and (name, value) != ("sliding_window", 0):
+        if value is not None and not _is_count(value) and not (value == 0 and name in MAY_BE_0):
             raise RefusedModel(
                 "value", field=name, expected=f"a whole number from 1 to {MOST_COUNT}", value=f"{value!r:.40}"
             )
@@ -212,6 +247,19 @@ def _check_values(config: JsonObject) -> None:
         raise RefusedModel("key-heads", heads=heads, key_heads=key_heads)
     if config.get("quantization_config"):
         raise RefusedModel("quantized")
+
+
+def _check_sizes(config: JsonObject) -> None:
+    """Raise RefusedModel unless the configuration has each size of a Workload."""
+    kind = config["model_type"]
+    for name in FIELD_OF_SIZE.values():
+        if _is_count(value := config.get(name)):
+            continue
+        if value is None and config.get("is_encoder_decoder") is True:
+            raise RefusedModel("encoder-decoder")
+        if value is None and kind in TYPES_WITHOUT_SIZE.get(name, ()):
+            raise RefusedModel("no-size", field=name, kind=kind)
+        raise RefusedModel("size", field=name, value="none" if value is None else f"{value!r:.40}")
 
 
 def _is_count(value: Any) -> bool:
@@ -295,7 +343,7 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> J
     config = json.loads(text)
     shrink_factor = hidden_size / config["hidden_size"]
     for name in WIDTH_FIELDS:
-        if isinstance(config.get(name), int) and shrink_factor != 1:
+        if isinstance(config.get(name), int) and config[name] and shrink_factor != 1:
             config[name] = max(LEAST_WIDTH, int(config[name] * shrink_factor) // 8 * 8)
     whole_depth = config["num_hidden_layers"]
     layer_lists = [name for name, value in config.items() if _is_layer_list(name, value, whole_depth)]
@@ -303,6 +351,8 @@ def narrowed(text: str, num_layers: int, hidden_size: int, vocab_size: int) -> J
         entries = config[name]
         # more layers repeat the list
         config[name] = [entries[index % len(entries)] for index in range(num_layers)]
+    if kinds := _repeated_kinds(config.get(REPEATED_FIELD), num_layers):
+        config[REPEATED_FIELD] = [[[kinds[index % len(kinds)] for index in range(num_layers)], 1]]
     if isinstance(tables := config.get(PER_LAYER_FIELD), dict):
         kept_tables = {index: table for index, table in tables.items() if _is_below(index, num_layers)}
         config[PER_LAYER_FIELD] = kept_tables
@@ -318,6 +368,15 @@ def _is_layer_list(field: str, value: Any, num_layers: int) -> bool:
     if not isinstance(value, list) or not value or field in TOKEN_FIELDS:
         return False
     return field in LAYER_LIST_FIELDS or len(value) == num_layers
+
+
+def _repeated_kinds(value: Any, num_layers: int) -> list[Any]:
+    """Return the entries of at least the first layers in a field of patterns, each with the number of its repeats, such
+    as [[["global", "local"], 12]]; empty if the field is not of this form."""
+    try:
+        return [kind for pattern, repeats in value for kind in pattern * min(repeats, num_layers)]
+    except (TypeError, ValueError):
+        return []
 
 
 def _is_below(index: str, num_layers: int) -> bool:

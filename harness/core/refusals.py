@@ -19,13 +19,12 @@ REASONS = {
     "no-type": "expected a model's config.json with a model_type, got none; try the file as Hugging Face has it",
     "size": (
         "expected {field} as a positive whole number, got {value}; add it as the model's config.json on the Hub has it"
-        f" (a model without attention heads has no such size: {OWN_SCRIPT})"
     ),
+    "no-size": "expected {field}, which plans and probes count with, got a type that has none: {kind}; "
+    + OWN_SCRIPT,
     "value": "expected {field} as {expected}, got {value}; correct it in config.json",
-    "list-of-widths": (
-        "expected one {field} for all layers, got a list with one for each layer: layers of unequal tensors do not fit"
-        f" one slot of the device; {OWN_SCRIPT}"
-    ),
+    "list-of-widths": "expected one {field} for all layers, got a list with one for each layer; "
+    + OWN_SCRIPT,
     "quantized": "expected weights that can be trained, got quantized ones: try the original model",
     "angles-of-sample": (
         "expected rotary positions of type {known}, got {kind}, whose angles depend on the sample; try a model with"
@@ -64,6 +63,10 @@ REASONS = {
         "transformers {version} does not make it, but raises {error} in {place}; correct config.json until"
         " AutoModelForCausalLM.from_config makes a model of it"
     ),
+    "fails": (
+        "transformers {version} makes it, but its forward pass raises {error} in {place}; correct config.json until the"
+        " model of AutoModelForCausalLM.from_config runs"
+    ),
     # Another kind of model.
     "mixture": (
         "mixture of experts: {part} computes each expert by itself, for as many tokens as chose it, so no plan can"
@@ -78,10 +81,15 @@ REASONS = {
     ),
     "encoder-decoder": f"it is the decoder of an encoder-decoder model, or a bidirectional encoder; {ANOTHER}",
     "no-layers": "expected one list of its {num_layers} layers in {base}, got {lists}; " + OWN_SCRIPT,
-    "no-norm": "expected one of {known} after its layers, got none; " + OWN_SCRIPT,
+    "no-norm": "expected one of {known} after its layers, got a model of {others}; " + OWN_SCRIPT,
     "before-layers": "expected only tables between its token ids and its layers, got {part}; " + OWN_SCRIPT,
-    "buffers": "expected layers without buffers, got those of {part}; " + OWN_SCRIPT,
+    "buffers": "expected buffers that transformers computes without weights, got those of {part}; "
+    + OWN_SCRIPT,
     "calls": "expected each of its {num_layers} layers to be called once, got {calls} calls; " + OWN_SCRIPT,
+    "outputs": (
+        "expected layers that hand one tensor to the next layer, got a loop over layers that needs more of them"
+        " ({error} in {place}); " + OWN_SCRIPT
+    ),
     "starts": "expected vectors that start from one value, got {part}; " + OWN_SCRIPT,
     "ends": (
         "expected an embedding and a head of {vocab_size} x {hidden_size} and tables of positions, got other matrices; "

@@ -40,7 +40,17 @@ from harness.models.grouped_heads import takes_groups
 
 FLOAT = "__float__"  # key with which transformers writes numbers that JSON does not have
 # names of the norm after the last layer
-NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+NORMS = (
+    "norm",
+    "ln_f",
+    "final_layer_norm",
+    "final_layernorm",
+    "norm_f",
+    "final_norm",
+    "embedding_norm",
+    "layer_norm",
+    "layernorm",
+)
 
 
 class KeepsBuffers(nn.Module):
@@ -214,12 +224,18 @@ class HubParts:
     @torch.no_grad()
     def heard(self, x: Tensor) -> list[dict[str, Any]]:
         """Run the model's loop on the embedded tokens x, with stand-ins in place of the layers. Return the arguments
-        that each layer gets beside its input, by name. Raises RefusedModel if the loop does not call each layer
-        once."""
+        that each layer gets beside its input, by name. Raises RefusedModel if the loop does not call each layer once,
+        or needs more of a layer than its output."""
         heard: list[dict[str, Any]] = []
         stands = nn.ModuleList(StandIn(layer, heard) for layer in self.layers)
         with _replaced(self.base._modules, list_name(self.base), stands):
-            self.base(inputs_embeds=x, use_cache=False)
+            try:
+                self.base(inputs_embeds=x, use_cache=False)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                values = {"error": type(error).__name__, "place": place_of(error)}
+                raise RefusedModel("outputs", **values) from error
         if len(heard) != len(stands):
             raise RefusedModel("calls", num_layers=len(stands), calls=len(heard))
         return heard
@@ -264,7 +280,7 @@ def memoryless_model(text: str, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         causal = transformers_model(json.loads(text), dtype)
     _compute_buffers(causal)
-    if causal.config.tie_word_embeddings:
+    if getattr(causal.config, "tie_word_embeddings", False):
         causal.tie_weights()
     return causal
 
@@ -297,13 +313,18 @@ def transformers_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     if kind not in named and causal_class.config_class is not transformers.CONFIG_MAPPING[kind]:
         raise RefusedModel("unknown-type", version=version, kind=f"{kind:.40}")
     try:
-        configuration = transformers.AutoConfig.for_model(**_with_floats(config))
-        return causal_class._from_config(configuration, dtype=dtype)
+        configuration = transformers.AutoConfig.for_model(**_with_floats(hub_config.with_own_names(config)))
+        causal = causal_class._from_config(configuration, dtype=dtype)
     except Exception as error:
         # transformers raises errors of many kinds for configurations that it cannot use
         if is_out_of_memory(error):
             raise
         raise _unmade(error, config, version) from error
+    if causal.base_model is causal:
+        causal.base_model_prefix = (
+            "model"  # Llama 4 and Mllama name a part of the model of texts and images there
+        )
+    return causal
 
 
 def _with_floats(value: Any) -> Any:
@@ -465,7 +486,11 @@ def list_name(base: nn.Module) -> str:
     for name, child in lists:
         if len(child) in (0, config.num_hidden_layers):
             return name
-    lengths = ", ".join(f"{name} of {len(child)}" for name, child in lists) or "none"
+    # lists within other modules, too, as a reader may see them in the model
+    lengths = ", ".join(
+        f"{name} of {len(child)}" for name, child in base.named_modules() if isinstance(child, nn.ModuleList)
+    )
+    lengths = lengths or "none"
     raise RefusedModel(
         "no-layers", num_layers=config.num_hidden_layers, base=type(base).__name__, lists=lengths
     )
@@ -477,7 +502,10 @@ def norm_name(base: nn.Module) -> str:
     for name in NORMS:
         if name in base._modules:
             return name
-    raise RefusedModel("no-norm", known=", ".join(NORMS))
+    others = [
+        name for name, child in base.named_children() if not isinstance(child, nn.Embedding | nn.ModuleList)
+    ]
+    raise RefusedModel("no-norm", known=", ".join(NORMS), others=", ".join(others) or "none")
 
 
 def _tables(base: nn.Module) -> list[tuple[str, nn.Embedding]]:
@@ -521,12 +549,17 @@ def _compute_buffers(causal: Any) -> None:
 
 def _start_buffers(causal: Any, module: nn.Module) -> bool:
     """Set the buffers of a module with weights to the values from which transformers starts them, such as the zeros
-    that a router adds to its scores. Return False if transformers does not set them all."""
+    that a router adds to its scores. Return False if transformers does not set them all, or not without the values of
+    other tensors."""
     for name, buffer in module._buffers.items():
         if buffer is None or not buffer.is_floating_point():
             return False
         module._buffers[name] = torch.full(buffer.shape, torch.nan, dtype=buffer.dtype, device="cpu")
-    causal._init_weights(module)  # the weights have no memory, so only the buffers change
+    try:
+        with torch.device("cpu"):
+            causal._init_weights(module)  # the weights have no memory, so only the buffers change
+    except NotImplementedError:  # from torch: a tensor without memory has no values
+        return False
     return not any(bool(buffer.isnan().any()) for _, buffer in module.named_buffers(recurse=False))
 
 

@@ -56,7 +56,7 @@ HEAD_SIZE, TOKENS, WORDS, SAMPLES = 8, 16, 64, 2  # sizes of the narrow model
 MOST_HEADS_SIZES = 17  # widths of heads that are tried for the narrow model, up to 16 * HEAD_SIZE columns
 MOST_COMPARED = 2**22  # most parameters of a model that is compared at its own width
 # codes of RefusedModel for which the narrow model's sizes alone may be the reason
-OF_SIZES = ("heads", "rejected-field", "rejected", "unmade")
+OF_SIZES = ("heads", "rejected-field", "rejected", "unmade", "fails")
 # pattern of the class names of transformers' modules that send each token through a few of several experts
 MIXTURE = re.compile(r"(Experts|Router|MoE|Moe|MoeBlock|MoELayer)$")
 NOISE_SUFFIX = (
@@ -185,7 +185,8 @@ def check_kind(causal: Any) -> None:
     """Raise RefusedModel if the model has modules or settings that the harness cannot take apart. The reasons are in
     the order in which they tell most."""
     base, config = causal.base_model, causal.config
-    if getattr(config, "is_encoder_decoder", False) or "encoder" in base._modules:
+    is_encoder = "encoder" in base._modules and not getattr(config, "is_decoder", False)
+    if getattr(config, "is_encoder_decoder", False) or is_encoder:
         raise RefusedModel("encoder-decoder")
     held = {list_name(base), norm_name(base)}
     if not causal.supports_gradient_checkpointing:
@@ -193,7 +194,8 @@ def check_kind(causal: Any) -> None:
     if getattr(config, "output_router_logits", False):
         raise RefusedModel("balance-loss")
     for name, child in base.named_children():
-        if name not in held and not isinstance(child, nn.Embedding) and any(True for _ in child.parameters()):
+        is_table = child is base.get_input_embeddings() or type(child).forward is nn.Embedding.forward
+        if name not in held and not is_table and any(True for _ in child.parameters()):
             raise RefusedModel("before-layers", part=f"{name} ({type(child).__name__})")
     if getattr(head := causal.get_output_embeddings(), "bias", None) is not None:
         raise RefusedModel("head-bias", part=f"{head.bias.numel()} elements")
@@ -231,12 +233,14 @@ def proved(workload: Workload, num_params: int) -> dict[str, tuple[float, float]
     try:
         return prove(small)
     except Exception as error:
-        code = error.code if isinstance(error, RefusedModel) else ""
-        is_of_width = not is_own(error) and not is_out_of_memory(error)
-        if not is_of_width or small.hidden_size == workload.hidden_size or (code and code not in OF_SIZES):
+        if isinstance(error, RefusedModel):
+            is_of_width, cause = error.code in OF_SIZES, error.__cause__ or error
+        else:
+            is_of_width, cause = not is_own(error) and not is_out_of_memory(error), error
+        if not is_of_width or small.hidden_size == workload.hidden_size:
             raise
         if num_params > MOST_COMPARED:
-            values: dict[str, Any] = {"error": type(error).__name__, "place": place_of(error)}
+            values: dict[str, Any] = {"error": type(cause).__name__, "place": place_of(cause)}
             values["hidden_size"] = small.hidden_size
             raise RefusedModel("narrow", version=library().__version__, **values) from error
     return prove(replace(small, hidden_size=workload.hidden_size))
@@ -268,7 +272,7 @@ def prove(small: Workload) -> dict[str, tuple[float, float]]:
             setattr(part.get_submodule(owner), leaf, nn.Parameter(named[names + name].detach().clone()))
 
     inputs, targets = torch.randint(small.vocab_size, (2, SAMPLES, TOKENS))
-    logits = whole(input_ids=inputs, use_cache=False).logits
+    logits = logits_of(whole, inputs)
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     x = ends.embed(inputs)
     for layer in layers:
@@ -277,14 +281,37 @@ def prove(small: Workload) -> dict[str, tuple[float, float]]:
         check_repeats(whole, inputs, logits)
         raise RefusedModel("other-logits")
     ends.loss(x, targets).backward()
-    for names, part in parts.items():
-        for name, weight in part.named_parameters():
-            grad, expected = weight.grad, named[names + name].grad
-            if grad is None or expected is None:
-                raise RefusedModel("no-gradient", part=names + name)
-            if float((grad - expected).norm()) > GRADIENT_TOLERANCE * float(expected.norm()):
-                raise RefusedModel("other-gradient", part=names + name)
+    weights = {
+        names + name: weight for names, part in parts.items() for name, weight in part.named_parameters()
+    }
+    compare_gradients(weights, named)
     return starts
+
+
+def compare_gradients(weights: dict[str, nn.Parameter], named: dict[str, nn.Parameter]) -> None:
+    """Raise RefusedModel if a weight of the parts has another gradient than the whole model's. Gradients that are
+    rounding error alone, such as those of the biases of keys without rotary positions, may differ."""
+    norms = [float(weight.grad.norm()) for weight in named.values() if weight.grad is not None]
+    rounding_error = torch.finfo(torch.float32).eps * max(norms)
+    for name, weight in weights.items():
+        grad, expected = weight.grad, named[name].grad
+        if grad is None or expected is None:
+            raise RefusedModel("no-gradient", part=name)
+        allowed = max(GRADIENT_TOLERANCE * float(expected.norm()), rounding_error)
+        if float((grad - expected).norm()) > allowed:
+            raise RefusedModel("other-gradient", part=name)
+
+
+def logits_of(whole: Any, inputs: Tensor) -> Tensor:
+    """Return the logits of the whole model. Raises RefusedModel if its forward pass fails."""
+    try:
+        logits: Tensor = whole(input_ids=inputs, use_cache=False).logits
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        values = {"error": type(error).__name__, "place": place_of(error)}
+        raise RefusedModel("fails", version=library().__version__, **values) from error
+    return logits
 
 
 def check_repeats(whole: Any, inputs: Tensor, logits: Tensor) -> None:
@@ -573,18 +600,19 @@ def answer(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
             return {"refused": ["memory", {"gib": MOST_BYTES // 2**30}]}
         if is_own(error):
             raise
-        if part := mixture_part(config):
+        if part := mixture_part(error):
             values = {"part": part, "error": type(error).__name__, "place": place_of(error)}
             return {"refused": ["mixture", values]}
         return {"refused": ["apart", {"error": type(error).__name__, "place": place_of(error)}]}
 
 
-def mixture_part(config: dict[str, Any]) -> str:
-    """Return the name of the first module of a mixture of experts in the configuration's model; empty if none is."""
-    sizes = hub_config.sizes_of(config)
-    causal = without_values(Workload(**sizes, seq_len=TOKENS, config=json.dumps(config)))
-    experts = (name for name, child in causal.named_modules() if MIXTURE.search(type(child).__name__))
-    return next(experts, "")
+def mixture_part(error: Exception) -> str:
+    """Return the class of the module of experts in whose forward pass the error was raised; empty if in no such."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and MIXTURE.search(type(module).__name__):
+            return type(module).__name__
+    return ""
 
 
 def is_own(error: Exception) -> bool:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench import model_types
 from harness.core import hub_config
 from harness.core.data import token_batches
 from harness.core.job import Room, Workload
@@ -23,7 +24,6 @@ from harness.models import grouped_experts, hub_model, named_models, weight_file
 from harness.models.hub_model import library
 from harness.models.model import build, new_layer
 from harness.plan import block_sketch, sketch
-from tests.support import causal_types
 from tests.support.configured import config_of, configured
 from tests.support.training import train
 
@@ -147,7 +147,7 @@ def test_blocks_of_tokens_compute_the_experts_that_a_token_meets() -> None:
 def test_inner_widths_count_the_chosen_experts_by_the_name_that_a_family_gives_their_number(
     kind: str, changes: dict[str, Any]
 ) -> None:
-    config = {**json.loads(str(causal_types.tiny(kind))), **changes}
+    config = {**json.loads(str(model_types.tiny(kind))), **changes}
     whole, widths = hub_model.transformers_model(config, torch.float32), list[int]()
 
     def when_routed(experts: Any, args: Any) -> None:
@@ -248,7 +248,7 @@ def test_experts_that_do_not_run_without_memory_are_refused_by_the_name_of_their
 ) -> None:
     monkeypatch.setattr(grouped_experts, "has_memory", lambda tensor: True)
     code, values = refusal(config_of("mixtral"))
-    assert (code, values["part"]) == ("mixture", "model.layers.0.mlp")
+    assert (code, values["part"]) == ("mixture", "MixtralSparseMoeBlock")
 
 
 def test_a_module_whose_buffers_transformers_does_not_start_is_refused() -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-from harness.core import anatomy
+from bench import model_types
+from harness.core import anatomy, hub_config
 from harness.core.job import Workload
 from harness.core.refusals import REASONS
 from harness.models import named_models
 from harness.plan import sketch
-from tests.support import causal_types, cli
+from tests.support import cli
 from tests.support.configured import config_of
 
 # For a few types: the reason, empty for a model that is trained.
@@ -25,20 +27,28 @@ EXPECTED = {
     "emu3": "",
     "minicpm3": "",
     "mixtral": "",
+    "mpt": "",
+    "llama4_text": "",
+    "lfm3": "",
     "jetmoe": "no-checkpoints",
     "phimoe": "random",
     "bloom": "before-layers",
+    "biogpt": "before-layers",
     "gptj": "head-bias",
     "gpt_bigcode": "buffers",
+    "gpt_neo": "buffers",
     "gemma3n": "list-of-widths",
     "falcon_h1": "buffers",
-    "mllama": "no-layers",
+    "mllama": "ends",
+    "opt": "no-layers",
     "zamba2": "starts",
     "gemma4": "before-layers",
-    "lfm3": "no-norm",
-    "bart": "size",
+    "openai-gpt": "no-norm",
+    "glm_moe_dsa": "outputs",
+    "bart": "encoder-decoder",
     "bert": "encoder-decoder",
-    "mamba": "size",
+    "mamba": "no-size",
+    "longcat_flash": "no-size",
 }
 PLACES = {code: re.sub(r"\\\{\w+\\\}", ".+", re.escape(sentence)) for code, sentence in REASONS.items()}
 
@@ -69,16 +79,34 @@ def reason(folder: Path, config: str | dict[str, Any], *arguments: str) -> str:
     return code
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.heavy] * (kind not in EXPECTED)) for kind in causal_types.TYPES],
-)
+@pytest.mark.parametrize("kind", EXPECTED)
 def test_a_type_of_transformers_is_planned_or_refused_by_a_reason(kind: str, tmp_path: Path) -> None:
-    if (config := causal_types.tiny(kind)) is None:
-        pytest.skip(f"transformers makes no {kind} of its own defaults")
-    code = reason(tmp_path, config)
-    assert code in REASONS or code == ""
-    assert code == EXPECTED.get(kind, code)
+    assert reason(tmp_path, str(model_types.tiny(kind))) == EXPECTED[kind]
+
+
+SIZE_FIELDS = [*hub_config.FIELD_OF_SIZE.values()]
+ENCODER_DECODERS = [
+    kind for kind in model_types.TYPES if transformers.CONFIG_MAPPING[kind].is_encoder_decoder
+]
+
+
+@pytest.mark.parametrize("field", SIZE_FIELDS)
+def test_a_size_is_known_by_each_name_that_transformers_has_for_it(field: str) -> None:
+    for kind in model_types.TYPES:
+        name = transformers.CONFIG_MAPPING[kind].attribute_map.get(field, field)
+        names = hub_config.USUAL_NAMES | hub_config.NAMES_OF_TYPES.get(kind, {})
+        assert name == field or names.get(name) == field or kind in ENCODER_DECODERS, kind
+
+
+@pytest.mark.parametrize("field", SIZE_FIELDS)
+def test_types_without_a_size_are_those_of_transformers(field: str) -> None:
+    missing = []
+    for kind in model_types.TYPES:
+        config = transformers.CONFIG_MAPPING[kind]
+        is_whole = not {"text_config", "decoder"} & config.sub_configs.keys() and kind not in ENCODER_DECODERS
+        if is_whole and field not in config.attribute_map and field not in config.__dataclass_fields__:
+            missing.append(kind)
+    assert missing == [*hub_config.TYPES_WITHOUT_SIZE.get(field, ())]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +161,7 @@ def test_a_configuration_that_cannot_be_is_refused_by_a_reason(
         {"initializer_range": {"__float__": "0.02"}},
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
         {"pad_token_id": -1},
+        {"shared_intermediate_size": 0},
     ],
     ids=str,
 )
@@ -142,13 +171,22 @@ def test_what_does_not_hinder_is_planned(changes: dict[str, Any], tmp_path: Path
 
 @pytest.mark.parametrize("share", [0.25, 0.4, 0.75])
 def test_the_narrow_model_turns_whole_pairs_of_a_heads_columns(share: float, tmp_path: Path) -> None:
-    config = json.loads(causal_types.tiny("stablelm")) | {"hidden_size": 320, "partial_rotary_factor": share}
+    config = json.loads(model_types.tiny("stablelm")) | {"hidden_size": 320, "partial_rotary_factor": share}
     config.pop("rope_parameters", None)
     assert reason(tmp_path, config) == ""
 
 
+@pytest.mark.parametrize(("inner", "code"), [(64, "starts"), (2**18, "narrow")])
+def test_a_model_that_cannot_be_narrowed_is_compared_at_its_own_width_or_refused_for_ours(
+    inner: int, code: str, tmp_path: Path
+) -> None:
+    """Mamba's heads have sizes of their own, so with half of the hidden size transformers makes no model."""
+    config = json.loads(str(model_types.tiny("bamba"))) | {"hidden_size": 64, "mamba_d_head": 16}
+    assert reason(tmp_path, config | {"intermediate_size": inner}) == code
+
+
 def test_a_model_is_sketched_with_all_that_it_has_for_each_layer(tmp_path: Path) -> None:
-    config = json.loads(causal_types.tiny("zamba2"))
+    config = json.loads(model_types.tiny("zamba2"))
     config |= {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2}
     assert reason(tmp_path, config, "-l", "2") == "starts"
 
