@@ -7,6 +7,9 @@ updates the weights after the whole backward pass. This file only wraps the harn
 Each rank trains on its part of every batch; torch averages the gradients. With micro-batches torch adds the gradients
 of each backward pass to those on the host. set_requires_gradient_sync(False) would save these copies, but would keep
 the sum of the whole model's gradients on the device.
+
+With adapters (--lora) torch shards the frozen weights, in the dtype of the workload. The adapters are not sharded: fp32
+and small, they stay on the device, where AdamW updates them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 from harness.core.job import Plan, Room, Workload
 from harness.core.method import Method, TensorState, Trained, Training
 from harness.core.option import with_option
-from harness.plan.resources import gather_sent_bytes
+from harness.plan.resources import all_reduce_sent_bytes, gather_sent_bytes
 from methods.engines import accelerate_file
 from methods.engines.user_config import UNSAID, Options, fill_in, settled_options
 from methods.shared.data_parallel import RANKS, rank_part
@@ -28,6 +31,7 @@ from methods.shared.memory_needs import (
     separately_locked_bytes,
 )
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 # Options that a configuration sets, and their values without one.
 DEFAULTS: Options = {"reshard_after_forward": True, "reduce_dtype": "fp32"}
 
@@ -39,6 +43,7 @@ class Fsdp2Offload(Method):
     paper = "Zhao et al. 2023, arXiv:2304.11277; fully_shard with CPUOffloadPolicy"
     hides = ("copies", "gathers", "sums")
     takes_config = True  # trains models that a config.json describes, too
+    takes_lora = True  # trains adapters alone on frozen weights, too
     accumulates = True
     scales_loss = True
     world_size: int = with_option(1, RANKS)  # ranks
@@ -63,6 +68,8 @@ class Fsdp2Offload(Method):
 
     def _plan(self, workload: Workload, room: Room) -> Plan:
         workload = rank_part(workload, self.world_size)
+        if workload.lora:
+            return self._plan_of_adapters(workload, room)
         # States and the batch are split over the ranks. Gathered weights, and their gradients, are whole on each rank.
         params = -(-workload.num_params // self.world_size)
         size, ends, layer = workload.weight_bytes, workload.end_params, workload.layer_params
@@ -94,11 +101,40 @@ class Fsdp2Offload(Method):
             },
         )
 
+    def _plan_of_adapters(self, workload: Workload, room: Room) -> Plan:
+        """Return the plan of a rank that trains adapters: only frozen weights travel, in the workload's dtype."""
+        size, ends, layer = workload.weight_bytes, workload.end_params, workload.layer_params
+        num_parts, part, num_trained = (
+            workload.micro_batches,
+            micro_batch_workload(workload),
+            workload.num_trained,
+        )
+        num_frozen = workload.num_params - num_trained
+        of_part = gathered_params(workload) if self.reshard_after_forward else num_frozen
+        num_at_once = 2 if self.reshard_after_forward else workload.num_layers
+        return Plan(
+            device={
+                "weights": size * (ends + num_at_once * layer) + 4 * num_trained,
+                "gradients": 4 * num_trained,
+                "optimizer": 8 * num_trained,
+                "activations": part.num_layers * part.boundary_bytes + part.working_bytes,
+            },
+            host={"weights": separately_locked_bytes(size, workload, room, self.world_size)},
+            moved_bytes=size * num_parts * of_part // self.world_size,
+            exchanged={
+                "gathers": gather_sent_bytes(size * num_parts * of_part, self.world_size),
+                "sums": all_reduce_sent_bytes(4 * num_trained, self.world_size),
+            },
+            updates_on_host=False,
+        )
+
     def describe(self, workload: Workload, device: str) -> dict[str, str]:
-        return describe(workload, "upstream: torch.distributed.fsdp", "torch AdamW, fused, host")
+        home = "device" if workload.lora else "host"
+        return describe(workload, "upstream: torch.distributed.fsdp", f"torch AdamW, fused, {home}")
 
     def _sharded_model(self, workload: Workload, device: str):
-        """Return the model, each of whose layers is a group of FSDP2, without values, on the host."""
+        """Return the model, each of whose layers is a group of FSDP2, without values, on the host; its adapters are on
+        the device."""
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -111,15 +147,23 @@ class Fsdp2Offload(Method):
             "mesh": init_device_mesh(device, (self.world_size,)),
             "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda"),
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=None if workload.dtype == "fp32" else dtype,
+                param_dtype=None if workload.dtype == "fp32" or workload.lora else dtype,
                 reduce_dtype=torch.float32 if self.reduce_dtype == "fp32" else dtype,
             ),
         }
-        model = whole(replace(workload, dtype="fp32"))
+        # frozen weights need no fp32 masters
+        model = whole(workload if workload.lora else replace(workload, dtype="fp32"))
+        if workload.lora:
+            settings["ignored_params"] = {p for p in model.parameters() if p.requires_grad}
         for layer in model.layers:
             fully_shard(layer, **settings, reshard_after_forward=self.reshard_after_forward)
         fully_shard(model, **settings)
-        return model.to_empty(device="cpu")
+        model = model.to_empty(device="cpu")
+        if workload.lora:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(device)
+        return model
 
     def train(self, workload: Workload, batches, device: str) -> Training:
         import torch
@@ -142,9 +186,10 @@ class Fsdp2Offload(Method):
         rank = dist.get_rank()
         try:
             model = self._sharded_model(workload, device)
-            parameters: list[tuple[str, Any]] = list(model.named_parameters())  # DTensors
-            _set_starting_values(parameters, workload, rank, num_ranks)
-            optimizer = adamw(model.parameters())
+            named: list[tuple[str, Any]] = list(model.named_parameters())  # DTensors, but for adapters
+            _set_starting_values(named, workload, rank, num_ranks)
+            parameters = [(name, p) for name, p in named if p.requires_grad]
+            optimizer = adamw(p for _, p in parameters)
             scale = LossScale(workload)
             for step, (inputs, targets) in enumerate(batches, start=1):
                 mean = torch.zeros((), device=device)
@@ -153,13 +198,16 @@ class Fsdp2Offload(Method):
                     loss = model(*micro_batch, scale.value) / num_parts
                     loss.backward()
                     mean += loss.detach() / num_ranks
-                grads = [p.grad.to_local() for _, p in parameters]
+                grads = [_local(p.grad) for _, p in parameters]
+                if workload.lora and num_ranks > 1:
+                    for grad in grads:
+                        dist.all_reduce(grad.div_(num_ranks))
                 if scale.is_used:
                     torch._foreach_div_(grads, scale.value)
                 # The reference's GPU sums a norm in a tree: one long sum on the host would differ from the tree's by
                 # more than the gate allows.
                 norm = global_norm(norms_of(grads, in_blocks=is_on_gpu or num_parts > 1))
-                if num_ranks > 1:
+                if num_ranks > 1 and not workload.lora:
                     norm = norm_over_ranks(norm)
                 if workload.clip_norm:
                     torch._foreach_mul_(grads, clip_factor(norm, workload.clip_norm))
@@ -172,16 +220,26 @@ class Fsdp2Offload(Method):
                 if num_ranks > 1:
                     dist.all_reduce(mean)
                 yield scale.step(mean, norm, is_skipped=is_skipped)
-            whole_tensor: Any = DTensor.to_local if num_ranks == 1 else DTensor.full_tensor
-            columns = ((name, p.detach(), optimizer.state[p]) for name, p in parameters)
-            states = (
-                TensorState(name, *map(whole_tensor, (p, state["exp_avg"], state["exp_avg_sq"])))
-                for name, p, state in columns
-            )
+
+            def whole_tensor(tensor: Any) -> Any:
+                is_split = isinstance(tensor, DTensor) and num_ranks > 1
+                return tensor.full_tensor() if is_split else _local(tensor)
+
+            def kept(parameter: Any) -> list[Any]:
+                """Return the parameter's value and, if it is trained, its moments."""
+                state = optimizer.state[parameter] if parameter.requires_grad else {}
+                return [parameter.detach(), *(state[name] for name in MOMENTS if state)]
+
+            states = (TensorState(name, *map(whole_tensor, kept(p))) for name, p in named)
             # Every rank must iterate over the states, because all ranks gather; only rank 0 returns the tensors.
             return Trained([state for state in states if rank == 0])
         finally:
             leave_others()
+
+
+def _local(tensor: Any) -> Any:
+    """Return this rank's part of a tensor that FSDP2 shards, and any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _set_starting_values(
@@ -191,9 +249,10 @@ def _set_starting_values(
     from harness.models.gpt import initialize, initials
 
     if num_ranks == 1:
-        initialize(((name, p.to_local().detach()) for name, p in parameters), workload)
+        initialize(((name, _local(p).detach()) for name, p in parameters), workload)
         return
     drawn = initials(((name, p.shape) for name, p in parameters), workload)
     for (_, p), start in zip(parameters, drawn, strict=True):
-        for part in start.chunk(num_ranks)[rank : rank + 1]:
-            p.to_local().detach().copy_(part)
+        parts = start.chunk(num_ranks)[rank : rank + 1] if hasattr(p, "to_local") else [start]
+        for part in parts:
+            _local(p).detach().copy_(part)

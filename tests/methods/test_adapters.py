@@ -28,6 +28,7 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
     ("stronghold", {}),
     ("stronghold", {"placement": "R1W2", "window_size": 1, "activations": "host"}),
 ]
+FSDP2 = ("fsdp2-offload", {})
 SIZES: dict[str, Workload] = {
     "GPT": tiny(num_layers=3, lora="4"),
     "qwen3": configured("qwen3", lora="4"),
@@ -55,7 +56,7 @@ def of_dtypes(name: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("method", "options"), WAYS, ids=str)
+@pytest.mark.parametrize(("method", "options"), [*WAYS, FSDP2], ids=str)
 @pytest.mark.parametrize(("name", "dtype"), [pair for name in SIZES for pair in of_dtypes(name)])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_adapters_are_trained_to_the_reference_s_bits_and_the_base_stays(
@@ -203,7 +204,8 @@ def test_a_home_that_frozen_layers_or_ends_do_not_have_is_refused(
 
 def test_a_method_that_trains_no_adapters_names_those_that_do() -> None:
     with pytest.raises(
-        ValueError, match="does not train adapters: leave --lora out, or try -m l2l, resident, strong"
+        ValueError,
+        match="does not train adapters: leave --lora out, or try -m fsdp2-offload, l2l, resident, strong",
     ):
         check(create("megatron-lm", {}), SIZES["GPT"])
 
