@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.base.checkout import ROOT
 from harness.base.child_process import ask
@@ -297,16 +297,15 @@ def anatomy_of(workload: Any) -> Anatomy:
     if workload.config is None:
         return _gpt_anatomy(workload)
     is_half, tokens_at_once = workload.dtype != "fp32", block_tokens(workload)
-    widths = (workload.hidden_size, workload.vocab_size)
-    model_name = workload.model or "the model"
-    anatomy = _sketched_anatomy(
+    terms = workload.adapters
+    model = SketchedModel(
         workload.config,
-        widths,
-        model_name,
-        workload.adapters,
-        is_half=is_half,
-        block_tokens=tokens_at_once,
-    ).first(workload.num_layers)
+        (workload.hidden_size, workload.vocab_size),
+        *((terms.rank, terms.targets) if terms else ()),
+    )
+    model_name = workload.model or "the model"
+    anatomy = _sketched_anatomy(model, model_name, is_half=is_half, block_tokens=tokens_at_once)
+    anatomy = anatomy.first(workload.num_layers)
     if (most := anatomy.most_tokens) < workload.seq_len:
         message = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
         raise ValueError(f"--seq: {message}; try --seq {most}")
@@ -335,25 +334,31 @@ def check_sizes(path: Path, record: Any) -> Any:
     return record
 
 
+class SketchedModel(NamedTuple):
+    """What a sketch depends on: the text of a config.json, hidden size and vocabulary, and the adapters' rank and
+    targets (their alpha changes no tensor and no memory)."""
+
+    config: str
+    widths: tuple[int, int]
+    rank: int | None = None
+    targets: tuple[str, ...] = ()
+
+    def question(self) -> JsonObject:
+        """Return the question for harness/plan/sketch.py."""
+        num_layers = min(json.loads(self.config)["num_hidden_layers"], MOST_SKETCHED_LAYERS)
+        question: JsonObject = {"config": narrowed(self.config, num_layers, *self.widths)}
+        if self.rank is not None:
+            question |= {"lora": str(self.rank), "lora_targets": ",".join(self.targets) or None}
+        return question
+
+
 @lru_cache(maxsize=64)
-def _sketched_anatomy(
-    text: str,
-    widths: tuple[int, int],
-    model_name: str,
-    adapter_terms: adapters.Adapters | None,
-    *,
-    is_half: bool,
-    block_tokens: int,
-) -> Anatomy:
+def _sketched_anatomy(model: SketchedModel, model_name: str, *, is_half: bool, block_tokens: int) -> Anatomy:
     """Return the parts of a model described by a config.json. harness/plan/sketch.py imports torch, so it finds the
     parts in a process of its own. If a layer computes in blocks of tokens, block_sketch.py finds the memory of these
     blocks in another process. Each answer is kept in a file in SKETCHES, which later calls read. One sketch, of the
     configuration's own number of layers, serves every number of layers (Anatomy.first)."""
-    versions = [_transformers_version(), SKETCH_FORMAT]
-    config = narrowed(text, min(json.loads(text)["num_hidden_layers"], MOST_SKETCHED_LAYERS), *widths)
-    question: JsonObject = {"config": config}
-    if adapter_terms is not None:  # alpha changes no tensor and no memory
-        question |= {"lora": str(adapter_terms.rank), "lora_targets": ",".join(adapter_terms.targets) or None}
+    versions, question = [_transformers_version(), SKETCH_FORMAT], model.question()
     answer = _ask_once("harness.plan.sketch", question, versions)
     if refused := answer.get("refused"):
         code, values = refused

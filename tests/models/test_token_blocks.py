@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from harness.core import anatomy, job
+from harness.core import anatomy, workload_costs
 from harness.core.job import GIB, Room, Workload
 from harness.core.method import create
 from harness.devices.memory_account import Tracker
@@ -37,7 +37,7 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = 80
     for module in (anatomy, hub_model):
         monkeypatch.setattr(module, "MOST_INNER_ELEMENTS", 0)
-    for module in (anatomy, job, gpt):
+    for module in (anatomy, workload_costs, gpt):
         monkeypatch.setattr(module, "MOST_LOGITS", AT_ONCE * inner)
 
 
