@@ -28,7 +28,7 @@ from harness.base.foreign_file import read_json
 from harness.base.json_object import JsonObject
 from harness.base.whole_file import write_whole
 from harness.core import adapters
-from harness.core.hub_config import inner_size, narrowed
+from harness.core.hub_config import inner_size, is_beyond_window, narrowed, with_window
 from harness.core.refusals import RefusedModel, Unavailable
 
 Shape = tuple[int, ...]
@@ -38,7 +38,9 @@ INIT_STD = 0.02
 # folder with the kept answers of harness/plan/sketch.py and block_sketch.py
 SKETCHES = ROOT / ".venv" / "sketches"
 # format number of the cached files; raise it when the fields or the numbers of a sketch change
-SKETCH_FORMAT = 11
+SKETCH_FORMAT = 15
+# tokens of the sliding window of a model that is sketched for samples beyond its window
+SKETCHED_WINDOW = 8
 # most layers of a model that is sketched, because a config.json may ask for any number
 MOST_SKETCHED_LAYERS = 512
 # Most logits computed at once, 128 MiB in fp32: the loss is computed in blocks of tokens (harness/models/gpt.py).
@@ -124,7 +126,8 @@ class Anatomy:
     # memory that the norm before the head keeps, in multiples of the norm's input
     head_boundaries: float = 0.0
     given_bytes: int = 0  # bytes of the layers' arguments beside their input, for each token of a sample
-    pair_given_bytes: int = 0  # bytes of masks for each pair of tokens
+    pair_given_bytes: int = 0  # bytes of masks for each pair of tokens, of each sample
+    pair_shared_bytes: int = 0  # bytes of masks for each pair of tokens, which all samples share
     slopes: int = 0  # number of tensors of the logits' size that the loss keeps beside the logits
     # The configuration's fields with transformers' values for those that are left out; empty for the published GPT.
     fields: JsonObject = field(default_factory=dict)
@@ -296,7 +299,7 @@ def anatomy_of(workload: Any) -> Anatomy:
     a sample is longer than its table of positions, and Unavailable if transformers is missing."""
     if workload.config is None:
         return _gpt_anatomy(workload)
-    is_half, tokens_at_once = workload.dtype != "fp32", block_tokens(workload)
+    sizes: dict[str, Any] = {"is_half": workload.dtype != "fp32", "block_tokens": block_tokens(workload)}
     terms = workload.adapters
     model = SketchedModel(
         workload.config,
@@ -304,7 +307,9 @@ def anatomy_of(workload: Any) -> Anatomy:
         *((terms.rank, terms.targets) if terms else ()),
     )
     model_name = workload.model or "the model"
-    anatomy = _sketched_anatomy(model, model_name, is_half=is_half, block_tokens=tokens_at_once)
+    anatomy = _sketched_anatomy(model, model_name, **sizes)
+    if is_beyond_window(anatomy.fields, workload.seq_len):
+        anatomy = _anatomy_beyond_window(model, model_name, **sizes)
     anatomy = anatomy.first(workload.num_layers)
     if (most := anatomy.most_tokens) < workload.seq_len:
         message = f"expected at most {most}, the number of the model's positions, got {workload.seq_len}"
@@ -383,11 +388,21 @@ def _sketched_anatomy(model: SketchedModel, model_name: str, *, is_half: bool, b
         head_boundaries=1.0 if any(blocks) else answer["head_boundaries"][dtype],
         given_bytes=answer["given_bytes"][dtype],
         pair_given_bytes=answer["pair_given_bytes"][dtype],
+        pair_shared_bytes=answer["pair_shared_bytes"][dtype],
         slopes=answer["slopes"],
         starts={name: (mean, std) for name, (mean, std) in answer["starts"].items()},
         ignored=tuple(answer["ignored"]),
         fields=answer["fields"],
     )
+
+
+@lru_cache(maxsize=64)
+def _anatomy_beyond_window(model: SketchedModel, model_name: str, **sizes: Any) -> Anatomy:
+    """Return _sketched_anatomy() for samples that are longer than the model's sliding window. By how much they are
+    longer does not matter, so the window is short in the sketch."""
+    short = model._replace(config=with_window(model.config, SKETCHED_WINDOW))
+    fields = _sketched_anatomy(model, model_name, **sizes).fields
+    return replace(_sketched_anatomy(short, model_name, **sizes), fields=fields)
 
 
 def _shapes(answer: JsonObject) -> Shapes:

@@ -312,15 +312,17 @@ def inner_size(text: str, hidden_size: int) -> int:
     return int(max(inner, of_expert * max(chosen, default=0)))
 
 
-def check_samples(config: JsonObject, seq_len: int) -> None:
-    """Raise ValueError if a sample of `seq_len` tokens is longer than the model's sliding window. Only a table of
-    learned positions bounds a sample otherwise (Anatomy.most_tokens)."""
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window is not None and window < seq_len:
-        raise ValueError(
-            f"--seq: expected at most {window}, the tokens of the model's sliding window, got {seq_len};"
-            f" try --seq {window}"
-        )
+def is_beyond_window(fields: JsonObject, seq_len: int) -> bool:
+    """True if the attention of layers with a sliding window does not see all of a sample of `seq_len` tokens, or just
+    sees it: transformers then gives these layers a mask. `fields`: of a configuration, with transformers' values for
+    those that are left out."""
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    return window is not None and seq_len >= window
+
+
+def with_window(text: str, tokens: int) -> str:
+    """Return the text of the configuration with a sliding window of so many tokens."""
+    return json.dumps(json.loads(text) | {"sliding_window": tokens}, sort_keys=True)
 
 
 def dropouts(config: JsonObject) -> dict[str, float]:

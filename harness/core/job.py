@@ -140,7 +140,6 @@ class Workload(WorkloadCosts):
 
     def _check_config(self, text: str) -> None:
         config = hub_config.parsed(text)
-        hub_config.check_samples(config, self.seq_len)
         if (heads := hub_config.sizes_of(config)["num_heads"]) != self.num_heads:
             raise ValueError(
                 f"--heads: expected {heads}, as the model has, got {self.num_heads}; leave --heads out"

@@ -148,8 +148,9 @@ class WorkloadCosts:
     @property
     def given_bytes(self) -> int:
         """Bytes of the arguments that the layers get beside their input: angles of rotary positions, and masks."""
-        masks = self.batch_size // self.micro_batches * self.seq_len**2 * self.anatomy.pair_given_bytes
-        return self.anatomy.given_bytes * self.seq_len + masks
+        anatomy, samples = self.anatomy, self.batch_size // self.micro_batches
+        pair_bytes = samples * anatomy.pair_given_bytes + anatomy.pair_shared_bytes
+        return anatomy.given_bytes * self.seq_len + self.seq_len**2 * pair_bytes
 
     @property
     def num_attention_rows(self) -> int:

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.base.checkout import ROOT
+from harness.core import hub_config
 from harness.core.job import EPSILON, MOST_LAYERS, Job, Workload
 from harness.core.record import Gate
 from harness.gate.evidence import Trial
@@ -193,10 +194,13 @@ def capped(load: Workload) -> Workload:
 
     Its weights are drawn from the seed, and its tokens come from the synthetic stream, which has tokens for any
     vocabulary. The batch stays, because options split it into parts; if it has more than four samples, the sequences
-    are shorter.
+    are shorter. A sample that is longer than the model's sliding window is twice as long as the window.
     """
     head_size = min(load.hidden_size // load.num_heads, max(HEAD_SIZE, HIDDEN_SIZE // load.num_heads))
     tokens = min(TOKENS, max(FEWEST_TOKENS, BATCH_TOKENS // load.batch_size))
+    config = load.config
+    if config is not None and hub_config.is_beyond_window(load.anatomy.fields, load.seq_len):
+        config = hub_config.with_window(config, min(load.seq_len, tokens) // 2)
     return dataclasses.replace(
         load,
         hidden_size=head_size * load.num_heads,
@@ -204,4 +208,5 @@ def capped(load: Workload) -> Workload:
         vocab_size=min(load.vocab_size, WORDS),
         corpus=None,
         weights=None,
+        config=config,
     )

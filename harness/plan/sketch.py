@@ -130,14 +130,33 @@ def check_targets(workload: Workload, layers: nn.ModuleList) -> None:
 
 
 def kinds_of(workload: Workload, layers: nn.ModuleList) -> list[int]:
-    """Return the kind of each layer as a number. Layers are of one kind if they have the same modules and tensors."""
+    """Return the kind of each layer as a number. Layers are of one kind if they have the same modules and tensors and,
+    where samples are beyond a sliding window, both have a mask or none."""
     kinds: dict[Any, int] = {}
+    masked = are_masked(workload) if is_beyond(workload) else [False for _ in layers]
     order = []
-    for layer in layers:
+    for layer, is_masked in zip(layers, masked, strict=True):
         modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
         tensors = tuple((name, tuple(shape)) for name, shape in shapes_of(layer).items())
-        order.append(kinds.setdefault((modules, tensors), len(kinds)))
+        order.append(kinds.setdefault((modules, tensors, is_masked), len(kinds)))
     return order
+
+
+def is_beyond(workload: Workload) -> bool:
+    """True if the model is sketched for samples beyond its sliding window, which is then shorter than TOKENS."""
+    return hub_config.is_beyond_window(parts_of(workload).base.config.to_dict(), TOKENS)
+
+
+def are_masked(workload: Workload) -> list[bool]:
+    """Return, for each layer, whether the model's loop passes it a mask: a tensor with an element for each pair of
+    tokens."""
+    tokens = TOKENS + 1  # an odd number, which is no width of a tensor of angles
+    x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
+    heard, pair = parts_of(workload).heard(x), (tokens, tokens)
+    return [
+        any(isinstance(leaf, Tensor) and leaf.shape[-2:] == pair for leaf in tree_leaves(arguments))
+        for arguments in heard
+    ]
 
 
 def kind_fields(workload: Workload, index: int) -> dict[str, Any]:
@@ -360,7 +379,8 @@ def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
 def layer_work(workload: Workload, index: int) -> tuple[int, int, int]:
     """Return two numbers of operations, those of layer `index` for each token, and attention's for each pair of tokens
     in a sample, and the number of the layer's parameters that a token meets (active_params()). Causal attention takes
-    half the operations of full attention, except for plain attention (is_plain)."""
+    half the operations of full attention, except for plain attention (is_plain) and beyond a sliding window, where
+    torch computes all scores."""
     layer, operations = model.new_layer(workload, index), []
     unused = count_unused(layer)
     for tokens in COUNTED_TOKENS:
@@ -368,9 +388,10 @@ def layer_work(workload: Workload, index: int) -> tuple[int, int, int]:
             layer(torch.empty((1, tokens, workload.hidden_size), device="meta"))
         operations.append(counter.get_total_flops() // tokens)
     pair = (operations[1] - operations[0]) // (COUNTED_TOKENS[1] - COUNTED_TOKENS[0])
+    token_flops, computes_all = operations[0] - pair * COUNTED_TOKENS[0], keeps_pairs(workload, index)
     weights = [weight for name, weight in layer.named_parameters() if not adapters.is_adapter(name)]
     active_params = sum(weight.numel() for weight in weights) - sum(unused.values())
-    return operations[0] - pair * COUNTED_TOKENS[0], pair if is_plain(workload) else pair // 2, active_params
+    return token_flops, pair if computes_all else pair // 2, active_params
 
 
 def count_unused(module: nn.Module) -> dict[nn.Module, int]:
@@ -392,6 +413,12 @@ def is_plain(workload: Workload) -> bool:
     return bool(parts_of(workload).base.config._attn_implementation == "eager")
 
 
+def keeps_pairs(workload: Workload, index: int) -> bool:
+    """True if the attention of layer `index` may store something for each pair of tokens: its scores, or its mask in
+    another dtype."""
+    return is_plain(workload) or (is_beyond(workload) and are_masked(workload)[index])
+
+
 def keeps_slopes(workload: Workload) -> int:
     """Return 1 if the slopes of capped logits are stored beside the logits, else 0."""
     bend = bend_of(parts_of(workload).base.config)
@@ -404,7 +431,9 @@ def activation_memory(workload: Workload, index: int) -> dict[str, Any]:
     if grouped_experts.experts_of(model.new_layer(workload, index)):
         return mixture_memory(workload, index, tokens)
     at_all, pair = boundaries(workload, index, tokens), 0.0
-    if is_plain(workload):  # a second length tells which part of the memory grows with a sample's length
+    if keeps_pairs(
+        workload, index
+    ):  # a second length tells which part of the memory grows with a sample's length
         pair = (at_all - boundaries(workload, index, tokens // 2)) / (tokens - tokens // 2)
     return {"boundaries": at_all - pair * tokens, "pair_boundaries": pair, "lines": []}
 
@@ -414,9 +443,8 @@ def mixture_memory(workload: Workload, index: int, tokens: int) -> dict[str, Any
     experts' matrices are no smaller than the activations of many tokens. `tokens`: the length of a sample."""
     lines = [(factor, 0.0, fixed) for factor, fixed in memory_lines(workload, index, tokens)]
     factor, pair = max(lines)[0], 0.0
-    if is_plain(
-        workload
-    ):  # then one line above all, because each line would grow otherwise with a sample's length
+    if keeps_pairs(workload, index):
+        # then one line above all, because each line would grow otherwise with a sample's length
         pair = (factor - max(memory_lines(workload, index, tokens // 2))[0]) / (tokens - tokens // 2)
         factor -= pair * tokens
         lines = [(factor, pair, max(fixed for _, _, fixed in lines))]
@@ -425,12 +453,7 @@ def mixture_memory(workload: Workload, index: int, tokens: int) -> dict[str, Any
 
 def model_memory(workload: Workload) -> dict[str, Any]:
     """Return the memory of activations beside the layers in this workload's dtype, as fields of an Anatomy."""
-    extra_bytes, given_pair = given_bytes(workload)
-    return {
-        "head_boundaries": head_boundaries(workload),
-        "given_bytes": extra_bytes,
-        "pair_given_bytes": given_pair,
-    }
+    return {"head_boundaries": head_boundaries(workload), **given_bytes(workload)}
 
 
 def memory_lines(workload: Workload, index: int, tokens: int) -> list[tuple[float, int]]:
@@ -464,7 +487,9 @@ def memory_lines(workload: Workload, index: int, tokens: int) -> list[tuple[floa
         return [*between(low, line, divisions - 1), line, *between(line, high, divisions - 1)]
 
     low = line_at(FEW_TOKENS, FEW_TOKENS)
-    high = line_at(MANY_TOKENS, MANY_TOKENS)
+    # half as many where layers may have two masks, which have memory
+    many = MANY_TOKENS // 2 if is_beyond(workload) else MANY_TOKENS
+    high = line_at(many, many)
     return [low, *between(low, high, MOST_DIVISIONS), high]
 
 
@@ -495,10 +520,10 @@ def gpt_adapter_memory(targets: str) -> dict[str, tuple[float, float]]:
 def sample_tokens(workload: Workload) -> int:
     """Return the number of tokens of each sample on which activations are measured."""
     config = hub_config.parsed(str(workload.config))
-    most = min(
-        config.get(name) or MOST_SAMPLE_TOKENS for name in ("sliding_window", "max_position_embeddings")
-    )
-    return min(MOST_PAIRED_TOKENS if is_plain(workload) else MOST_SAMPLE_TOKENS, most)
+    may_exceed = is_beyond(workload)
+    limits = ("max_position_embeddings",) if may_exceed else ("sliding_window", "max_position_embeddings")
+    most = min(config.get(name) or MOST_SAMPLE_TOKENS for name in limits)
+    return min(MOST_PAIRED_TOKENS if may_exceed or is_plain(workload) else MOST_SAMPLE_TOKENS, most)
 
 
 def boundaries(workload: Workload, index: int, tokens: int) -> float:
@@ -562,17 +587,25 @@ def head_boundaries(workload: Workload) -> float:
         )
 
 
-def given_bytes(workload: Workload) -> tuple[int, int]:
-    """Return the bytes of the tensors that layers get beside their input: the bytes for each token of a sample, and the
-    bytes for each pair of its tokens."""
-    token_bytes = []
-    for tokens in COUNTED_TOKENS:
-        x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(1, tokens, workload.hidden_size)
+def given_bytes(workload: Workload) -> dict[str, int]:
+    """Return the bytes of the tensors that layers get beside their input, as fields of an Anatomy: for each token of a
+    sample, for each pair of its tokens, and for each pair of tokens of masks that all samples share."""
+
+    def taken(samples: int, tokens: int) -> int:
+        x = torch.zeros((), dtype=DTYPES[workload.dtype]).expand(samples, tokens, workload.hidden_size)
         heard = parts_of(workload).heard(x)
         tensors = {id(leaf): leaf for leaf in tree_leaves(heard) if isinstance(leaf, Tensor)}
-        token_bytes.append(-(-sum(tensor.nbytes for tensor in tensors.values()) // tokens))
-    pair = (token_bytes[1] - token_bytes[0]) // (COUNTED_TOKENS[1] - COUNTED_TOKENS[0])
-    return token_bytes[1] - pair * COUNTED_TOKENS[1], pair
+        return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors.values())
+
+    few, many = COUNTED_TOKENS
+    token_bytes = [-(-taken(1, tokens) // tokens) for tokens in COUNTED_TOKENS]
+    pair = (token_bytes[1] - token_bytes[0]) // (many - few)
+    of_samples = (taken(2, many) - taken(2, few) - taken(1, many) + taken(1, few)) // (many**2 - few**2)
+    return {
+        "given_bytes": token_bytes[1] - pair * many,
+        "pair_given_bytes": of_samples,
+        "pair_shared_bytes": pair - of_samples,
+    }
 
 
 def main() -> None:

@@ -81,6 +81,14 @@ def check_model(workload: Workload) -> None:
         if value not in known:
             expected = ", ".join(map(str, known))
             raise ValueError(f"expected {field} {expected}, got {value}; try -m stronghold or l2l")
+    if hub_config.is_beyond_window(workload.anatomy.fields, workload.seq_len):
+        message = (
+            "expected samples within the model's sliding window, because attention here sees all of a sample"
+        )
+        window = workload.anatomy.fields["sliding_window"]
+        raise ValueError(
+            f"--seq: {message}, got {workload.seq_len} tokens; try --seq {window - 1}, or -m stronghold"
+        )
     held = {**layer_tensors(workload), **end_tensors(workload)}
     if others := {*workload.anatomy.layer, *workload.anatomy.ends}.difference(*held.values()):
         message = f"expected only tensors that megatron-core has, got {min(others)}"
@@ -91,7 +99,7 @@ def _conventions(config: JsonObject) -> Iterator[tuple[str, Any, tuple[Any, ...]
     """Yield each convention that transformers' modules of FAMILIES take from the configuration and that no tensor's
     shape shows: its name, the model's value and the values that GPTModel computes alike. Left out are those that
     GPTModel gets from elsewhere: angles from transformers' own buffer, the norms' epsilon from gpt_model_sizes(),
-    starting values from the harness; a sliding window is never shorter than a sample."""
+    starting values from the harness."""
     yield "a model of type", config["model_type"], FAMILIES
     yield "the activation", config.get("hidden_act", "silu"), ("silu",)
     # transformers gives the padding token's row of the embedding no gradient, GPTModel does.

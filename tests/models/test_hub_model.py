@@ -128,7 +128,6 @@ def test_angles_stay_fp32_in_a_bf16_model() -> None:
 
 REFUSED = [
     ({"model_type": "nonsense"}, "transformers [0-9.]+ does not make it"),
-    ({"sliding_window": 8}, "sliding window, got"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "of type default, linear, .*, got dynamic"),
     ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "got dynamic"),
     ({"quantization_config": {"bits": 4}}, "got quantized ones"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -63,6 +64,11 @@ MIXED: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "dots1": ("glm4_moe", {"model_type": "dots1", "first_k_dense_replace": 1}, (0, 1, 1)),
     "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [1]}, (0, 1, 0)),
     "qwen3_moe": ("qwen3_moe", {"decoder_sparse_step": 2}, (0, 1, 0)),
+}
+# For each tiny family with a sliding window: the changes of its configuration that make samples longer than the window.
+WINDOWS: dict[str, dict[str, Any]] = {
+    **{family: {"sliding_window": 8} for family in ("gemma3", "gemma2", "gpt_oss", "mistral")},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
 }
 QUICK = "qwen3_moe"
 FAMILIES = [QUICK, *(pytest.param(name, marks=pytest.mark.heavy) for name in MIXED if name != QUICK)]
@@ -148,6 +154,74 @@ def test_a_slot_is_as_large_as_the_largest_layer_that_passes_through_it() -> Non
         assert (
             plan.device["buffers"] == 2 * 4 * numel
         )  # the slot, and the room for a gradient on its way home
+
+
+def sliding(family: str, changes: dict[str, Any] | None = None, **sizes: Any) -> Workload:
+    """A tiny model whose samples are four times as long as its sliding window."""
+    config = config_of(family, **WINDOWS[family], **(changes or {}))
+    return configured(family, **{"config": hub_config.text_of(config), "seq_len": 32, **sizes})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", *(pytest.param(name, marks=pytest.mark.heavy) for name in WINDOWS if name != "gemma3")],
+)
+def test_samples_longer_than_a_sliding_window_have_the_bits_of_resident(family: str, dtype: str) -> None:
+    workload = sliding(family, dtype=dtype)
+    within = configured(family, seq_len=32, dtype=dtype)  # the same model with a longer window
+    resident = train_resident(workload, STEPS)
+    assert difference(train_resident(within, STEPS), resident).startswith("losses")
+    for method, options in METHODS:
+        assert difference(train(method, workload, STEPS, **options), resident) == "", (method, options)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.heavy) for name in WINDOWS)]
+)
+def test_the_plan_counts_masks_where_samples_are_longer_than_a_window(
+    family: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_model, "_parts", functools.lru_cache(hub_model.HubParts))  # masks not made before
+    changes = {"max_position_embeddings": 1024, "hidden_size": 64, "head_dim": 16}
+    workload = sliding(family, changes, hidden_size=64, seq_len=256, batch_size=4, dtype=dtype)
+    planned = create("l2l", {}).plan(workload, Room()).device_bytes
+    with Tracker() as account:
+        train("l2l", workload, 2, device="sim")
+    assert planned == pytest.approx(account.stats()["device_peak"], rel=0.07)
+
+
+def test_attention_with_a_mask_computes_all_pairs_of_tokens() -> None:
+    """Torch computes half of them without a mask: full attention is causal there."""
+    full, masked = sliding("qwen2").anatomy.kinds
+    assert sliding("qwen2").anatomy.order == (0, 1, 1) and masked.pair_flops == 2 * full.pair_flops
+    assert configured("qwen2").anatomy.order == ()  # within the window all layers compute alike
+
+
+def test_a_probe_is_beyond_the_window_if_the_run_is() -> None:
+    workload = sliding("gemma3", seq_len=64, batch_size=8)
+    small = probe.capped(workload)
+    assert (small.seq_len, small.anatomy.fields["sliding_window"]) == (32, 16)
+    assert probe.capped(configured("gemma3")).config == configured("gemma3").config
+
+
+def test_weights_of_a_model_with_another_window_are_refused(tmp_path: Path) -> None:
+    workload = sliding("gemma3")
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of("gemma3", sliding_window=16)))
+    causal = hub_model.transformers_model(json.loads(str(workload.config)), torch.float32)
+    save_file(
+        {name: weight.clone() for name, weight in causal.named_parameters()}, folder / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"a config\.json with sliding_window 16 instead of 8"):
+        weight_files.check(dataclasses.replace(workload, weights=str(folder)))
+
+
+def test_megatron_refuses_samples_longer_than_the_window() -> None:
+    with pytest.raises(ValueError, match=r"expected samples within the model's sliding window.* try --seq 7"):
+        create("megatron-lm", {}).plan(sliding("mistral"), Room())
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
