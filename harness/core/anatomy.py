@@ -368,12 +368,18 @@ def _sketched_anatomy(model: SketchedModel, model_name: str, *, is_half: bool, b
     if refused := answer.get("refused"):
         code, values = refused
         raise RefusedModel(code, f"{model_name} cannot be trained here", **values)
-    dtype, blocks = "half" if is_half else "fp32", [None for _ in answer["kinds"]]
+    blocks = [None for _ in answer["kinds"]]
     if block_tokens:
         order = answer["order"]
         layers = [order.index(kind) if order else kind for kind in range(len(blocks))]
         question |= {"is_half": is_half, "block_tokens": block_tokens, "layers": layers}
         blocks = _ask_once("harness.plan.block_sketch", question, versions)["blocks"]
+    return _anatomy_of_answer(answer, "half" if is_half else "fp32", blocks)
+
+
+def _anatomy_of_answer(answer: JsonObject, dtype: str, blocks: list[Any]) -> Anatomy:
+    """Return the parts of a model from the sketch's answer. `dtype`: "fp32" or "half"; `blocks`: of each kind of layer
+    TokenBlocks' fields, or None."""
     return Anatomy(
         embedding=_shapes(answer["embedding"]),
         head=_shapes(answer["head"]),
