@@ -45,7 +45,6 @@ LONGER = {
     "cases/_morphs.py::run_morphing_job": "one schedule of machines that come and go, in the order of time",
 }
 WIDER = {
-    "harness/core/anatomy.py::_sketched_anatomy": "what a sketch depends on, the key of its cache",
     "harness/base/console.py::print_table": "a title and three ways to print, each with a default",
     "harness/jobs/size_search.py::search": "settings of the search, which property tests vary one by one",
     "harness/jobs/sweep.py::Sweep.__init__": "a sweep's settings, each with a default",
