@@ -1,15 +1,15 @@
 """Measures the power of the gate: how many planted faults the gate detects, how many of these it names correctly, and
 how many correct ("honest") runs it fails.
 
-Each of the 42 FAULTS in bench/faults/planted.py trains 4 layers of hidden size 64 for 20 steps in each dtype: once at
-the published learning rate, and once at the learning rate of the gate's probe. They are planted again in the path of
-one half precision alone, the PATH_FAULTS in the path of each dtype alone, the BF16_FAULTS in that of bf16. Honest runs
-train in the same way, but round differently: other numbers of threads, micro-batches, sums of products, attention and
-loops of AdamW, and every method that is exact by design and runs on this machine. The gate judges each run three times:
-with its tolerances for a CPU, with its tolerances for CUDA and, if the method promises the reference's bits, by bits.
-This takes some minutes on two cores. `--with` tries the gate at other sizes than the sizes by which the gate's limits
-were chosen. `--model` tries the gate on a model with a config.json; the faults are then those of
-bench/convention_faults.py, and those of planted.py that the model can have.
+Each of the 42 FAULTS in bench/faults/_step_faults.py trains 4 layers of hidden size 64 for 20 steps in each dtype:
+once at the published learning rate, and once at the learning rate of the gate's probe. They are planted again in the
+path of one half precision alone, the PATH_FAULTS in the path of each dtype alone, the BF16_FAULTS in that of bf16.
+Honest runs train in the same way, but round differently: other numbers of threads, micro-batches, sums of products,
+attention and loops of AdamW, and every method that is exact by design and runs on this machine. The gate judges each
+run three times: with its tolerances for a CPU, with its tolerances for CUDA and, if the method promises the
+reference's bits, by bits. This takes some minutes on two cores. `--with` tries the gate at other sizes than the sizes
+by which the gate's limits were chosen. `--model` tries the gate on a model with a config.json; the faults are then
+those of bench/convention_faults.py, and those of _step_faults.py that the model can have.
 
     .venv/bin/python -m bench.gate_power [--out FILE] [--with seq_len=256 --with batch_size=1]
 
@@ -211,13 +211,14 @@ def path_cases(
     """Return a case for each fault in the path of this dtype alone: those of parts of a tensor and of single steps, in
     bf16 those of its own, and in half precision all others."""
     method.load("planted", FOLDERS)
-    from methods import _bf16_faults, planted  # type: ignore[attr-defined]
+    from methods import _bf16_faults, _path_faults  # type: ignore[attr-defined]
 
     of_sizes = (
-        size.seq_len <= planted.BLOCK_TOKENS or size.hidden_size // size.num_heads <= planted.BLOCK_COLUMNS
+        size.seq_len <= _path_faults.BLOCK_TOKENS
+        or size.hidden_size // size.num_heads <= _path_faults.BLOCK_COLUMNS
     )
-    lacking = [*planted.OF_SIZES * of_sizes, *planted.OF_SKIPS * (dtype != "fp16")]
-    faults = [fault for fault in planted.PATH_FAULTS if fault not in lacking]
+    lacking = [*_path_faults.OF_SIZES * of_sizes, *_path_faults.OF_SKIPS * (dtype != "fp16")]
+    faults = [fault for fault in _path_faults.PATH_FAULTS if fault not in lacking]
     faults += _bf16_faults.BF16_FAULTS if dtype == "bf16" else []
     faults += faults_of(dataclasses.replace(size, dtype=dtype)) if dtype != "fp32" else []
     return [
@@ -230,7 +231,7 @@ def path_cases(
             fault,
             size,
             probe_steps,
-            probe.OVERFLOWING_WINDOW if fault in planted.OF_SKIPS else None,
+            probe.OVERFLOWING_WINDOW if fault in _path_faults.OF_SKIPS else None,
         )
         for fault in faults
     ]

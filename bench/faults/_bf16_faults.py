@@ -9,15 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from methods.planted import (  # type: ignore[import-not-found]
-    MOMENTS,
-    Loop,
-    _is_of_norm,
-    _patch,
-    _plain_adamw,
-    _rounded,
-    is_bias,
-)
+from methods._step_faults import is_bias, is_of_norm, rounded  # type: ignore[import-not-found]
+from methods.planted import MOMENTS, Loop, patch, plain_adamw  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,19 +93,19 @@ def _decayed_copy(loop: Loop) -> None:
 
 
 def _without_master(of: Callable[[Loop, str], bool], every: int = 1) -> Callable[[Loop], None]:
-    return _rounded(
+    return rounded(
         lambda loop: [p for name, p in loop.masters.items() if of(loop, name) and loop.step % every == 0]
     )
 
 
 BF16_FAULTS["masters from the weights every tenth step"] = _without_master(lambda loop, name: True, TEN)
-BF16_FAULTS["no fp32 master of norms"] = _without_master(lambda loop, name: _is_of_norm(name))
+BF16_FAULTS["no fp32 master of norms"] = _without_master(lambda loop, name: is_of_norm(name))
 BF16_FAULTS["no fp32 master of biases"] = _without_master(lambda loop, name: is_bias(name))
 BF16_FAULTS["no fp32 master of a layer"] = _without_master(lambda loop, name: name.startswith(loop.layer))
-BF16_FAULTS["first moment in fp16"] = _rounded(
+BF16_FAULTS["first moment in fp16"] = rounded(
     lambda loop: [s[MOMENTS[0]] for s in loop.states().values()], "fp16"
 )
-BF16_FAULTS["second moment in fp16"] = _rounded(
+BF16_FAULTS["second moment in fp16"] = rounded(
     lambda loop: [s[MOMENTS[1]] for s in loop.states().values()], "fp16"
 )
 
@@ -202,7 +195,7 @@ def _by_plain_adamw(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[
     """Return a fault: AdamW divides by the root of change(second moment, group)[0] plus change(...)[1]."""
 
     def plant(loop: Loop) -> None:
-        class Changed(_plain_adamw()):  # type: ignore[misc]
+        class Changed(plain_adamw()):  # type: ignore[misc]
             def divisor(self, square: Tensor, group: Any) -> Tensor:
                 inner, outer = change(square, group)
                 return inner.sqrt() + outer
@@ -231,7 +224,7 @@ def _bf16_norm(loop: Loop) -> None:
         variance = (x * x).mean(-1, keepdim=True) - mean * mean
         return (x - mean) * (variance + epsilon).rsqrt() * weight + bias
 
-    _patch(loop, "layer_norm", norm)
+    patch(loop, "layer_norm", norm)
 
 
 @_bf16_fault("attention's softmax in bf16, not shifted")
@@ -240,12 +233,12 @@ def _bf16_softmax(loop: Loop) -> None:
         weights = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).exp().tril()
         return weights / weights.sum(-1, keepdim=True) @ value
 
-    _patch(loop, "scaled_dot_product_attention", attention)
+    patch(loop, "scaled_dot_product_attention", attention)
 
 
 @_bf16_fault("GELU by a sigmoid")
 def _quick_gelu(loop: Loop) -> None:
-    _patch(loop, "gelu", lambda original, x: x * (1.702 * x).sigmoid())
+    patch(loop, "gelu", lambda original, x: x * (1.702 * x).sigmoid())
 
 
 @_bf16_fault("layers' inputs kept in 8 bits")
@@ -260,7 +253,7 @@ def _even_positions(loop: Loop) -> None:
         is_position = inputs.ndim == 1
         return original(inputs.where(inputs < 16, inputs // 2 * 2) if is_position else inputs, *others)
 
-    _patch(loop, "embedding", embedding)
+    patch(loop, "embedding", embedding)
 
 
 @_bf16_fault("the last use of a word gives its look-up's gradient")
@@ -272,7 +265,7 @@ def _last_use(loop: Loop) -> None:
         found, kept = original(inputs, weight, *others), original(inputs, weight.detach(), *others)
         return found.where(is_last.view(*inputs.shape, 1), kept)
 
-    _patch(loop, "embedding", embedding)
+    patch(loop, "embedding", embedding)
 
 
 def _by_cross_entropy(change: Callable[[Tensor], Tensor], is_wide: bool = True) -> Callable[[Loop], None]:

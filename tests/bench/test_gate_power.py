@@ -78,9 +78,9 @@ def test_the_artifact_tells_how_many_honest_runs_and_faults_were_held_out() -> N
 
 def test_every_fault_has_a_right_name() -> None:
     method.load("planted", gate_power.FOLDERS)
-    from methods import planted  # type: ignore[attr-defined]
+    from methods import _step_faults  # type: ignore[attr-defined]
 
-    assert planted.FAULTS.keys() == gate_power.RIGHT.keys() and len(planted.FAULTS) == 42
+    assert _step_faults.FAULTS.keys() == gate_power.RIGHT.keys() and len(_step_faults.FAULTS) == 42
 
 
 @pytest.mark.parametrize(
