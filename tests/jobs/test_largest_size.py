@@ -17,7 +17,7 @@ from harness.jobs.largest_size import Probes, answer_texts, find_largest
 from harness.jobs.size_search import SizeOutcome, search
 from harness.jobs.sweep import Sweep
 from harness.plan.fit import Planned, resolve
-from methods.streaming.placement.placement import PlacedLayers
+from methods.streaming.placement.placed_layers import PlacedLayers
 from tests.support.cli import run
 
 TINY = Workload(num_layers=1, hidden_size=32, num_heads=2, seq_len=16, batch_size=2, vocab_size=97)

@@ -15,15 +15,12 @@ from harness.core.method import largest_depth
 from harness.plan.resources import gather_sent_bytes
 from methods.shared.data_parallel import rank_part
 from methods.shared.memory_needs import shared_numel, writable_folder
+from methods.streaming.placement.placed_layers import PlacedLayers, Sizes, UserSizes, is_adapted
 from methods.streaming.placement.placement import (
     CLIPPINGS,
     RESIDENT_AND_WINDOWED,
-    PlacedLayers,
-    Sizes,
-    UserSizes,
     ends_on_host,
     home_of_boundaries,
-    is_adapted,
     parse,
     placement_text,
     with_frozen,

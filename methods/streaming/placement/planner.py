@@ -38,7 +38,8 @@ from harness.plan.resources import (
     seconds_of,
 )
 from methods.shared.memory_needs import state_bytes, stored_numel
-from methods.streaming.placement.placement import params_of, spread
+from methods.streaming.placement.placed_layers import params_of
+from methods.streaming.placement.placement import spread
 
 KINDS = "RPWSDQ"
 BACKWARD, FORWARD = 0, 1  # two pools of time, for deferred updates; other updates have one pool, 0

@@ -14,7 +14,8 @@ from harness.devices import cuda_budget
 from harness.devices.budgets import capped, device_peaks, reset_peaks
 from harness.devices.room import room_within
 from methods.streaming.placement.choice import PlacementChoice, with_homes
-from methods.streaming.placement.placement import UserSizes, home_of_boundaries
+from methods.streaming.placement.placed_layers import UserSizes
+from methods.streaming.placement.placement import home_of_boundaries
 from methods.streaming.users.model import give
 from methods.streaming.users.streams import TrialStream
 from methods.streaming.users.training import Script, UserTraining

@@ -14,7 +14,7 @@ from harness.devices.memory_rehearsal import predict
 from harness.models import named_models
 from harness.plan.resources import compute_seconds, host_update_seconds
 from methods.offload import adamw_kernel
-from methods.streaming.placement.placement import PlacedLayers
+from methods.streaming.placement.placed_layers import PlacedLayers
 from methods.streaming.placement.planner import StepCosts
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED, overflow

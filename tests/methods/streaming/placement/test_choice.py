@@ -14,7 +14,8 @@ from harness.core.job import Budget, Job, Room, Workload
 from harness.core.method import create, names
 from harness.core.rates import Rates
 from harness.plan.fit import resolve
-from methods.streaming.placement.placement import CLIPPINGS, HOMES, PlacedLayers
+from methods.streaming.placement.placed_layers import PlacedLayers
+from methods.streaming.placement.placement import CLIPPINGS, HOMES
 from methods.streaming.placement.planner import KINDS, arrange_kinds
 from tests.support.operations import num_lines
 from tests.support.training import tiny

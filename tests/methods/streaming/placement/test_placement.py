@@ -14,7 +14,8 @@ from harness.devices.memory_rehearsal import predict
 from methods.offload import adamw_kernel
 from methods.offload.clip import BLOCK_NUMEL
 from methods.streaming import layer_state
-from methods.streaming.placement.placement import PlacedLayers, parse, placement_text, rings, shrink, spread
+from methods.streaming.placement.placed_layers import PlacedLayers
+from methods.streaming.placement.placement import parse, placement_text, rings, shrink, spread
 from tests.methods.test_agree import difference
 from tests.support.bugs import COMMITTED
 from tests.support.planting import planted

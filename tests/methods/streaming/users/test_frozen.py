@@ -16,7 +16,8 @@ from harness.core.job import Room
 from harness.devices import sim
 from methods.l2l import L2LTrainer
 from methods.streaming.placement.choice import PlacementChoice
-from methods.streaming.placement.placement import PlacedLayers, UserSizes, parse, with_frozen
+from methods.streaming.placement.placed_layers import PlacedLayers, UserSizes
+from methods.streaming.placement.placement import parse, with_frozen
 from methods.stronghold import StrongholdTrainer
 from tests.methods.streaming.users import models
 from tests.methods.streaming.users.test_transformers import LAYERS, layers_of, losses_of, new_model
