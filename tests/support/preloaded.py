@@ -11,6 +11,7 @@ gc.disable()
 for name in (
     *fork_server.IMPORTS,
     "tests.support.on_sim",
+    "tests.support.preloaded_models",
     "harness.gate.inspect_training",
     "harness.run.worker",
 ):

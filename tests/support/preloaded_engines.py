@@ -7,3 +7,4 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # the tests' engines train there, also bes
 import deepspeed  # noqa: F401
 
 import methods.engines.megatron  # noqa: F401
+import tests.support.preloaded_models  # noqa: F401
