@@ -26,7 +26,7 @@ from harness.core.job import GIB, Budget, Job, Workload
 from harness.core.record import read_all
 from harness.devices import machine, room
 from methods.streaming.placement import calibrate
-from tests.support import cli, records
+from tests.support import cli, records, short_calibration
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_gpu import FakeGpu
 from tests.support.until import until
@@ -468,7 +468,8 @@ def demo_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_demo_does_every_step_and_goes_on_from_its_archive(
     demo_tree: Path, compiled_sim: None, forked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its trainings are forks of a process that has torch. Afterwards the archive alone answers the same call."""
+    """Its trainings are forks of a process that has torch, its calibrations are short. Afterwards the archive alone
+    answers the same call."""
     listed, steps = gpu.steps(gpu.DEMO, demo_tree / "results" / "gpu-demo"), gpu.steps
     (tests,) = (one for one in listed if one.title == "tests")
     command = (word.replace(str(demo_tree), str(ROOT)) for word in tests.command)
@@ -477,6 +478,8 @@ def test_the_demo_does_every_step_and_goes_on_from_its_archive(
         gpu, "steps", lambda *of: [chosen if one.title == "tests" else one for one in steps(*of)]
     )
     monkeypatch.setattr(gpu, "ended", in_process)
+    short_calibration.shorten(monkeypatch)
+    monkeypatch.setattr("cli.doctor.ask", short_calibration.ask)
     done = CliRunner().invoke(gpu.main, ["gpu-demo", "--demo", "--limit", "1e6"], catch_exceptions=False)
     assert done.exit_code == 0, done.output[-4000:]
     left, _, rest = done.output.partition("left:\n")[2].partition("== refused or failed:\n")

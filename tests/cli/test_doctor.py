@@ -80,12 +80,10 @@ def test_rates_of_a_calibration_by_hand() -> None:
 
 
 def test_a_real_calibration_makes_rates_and_is_shown(monkeypatch, tmp_path: Path) -> None:
-    """The measuring code itself, on less: in this process, with few bytes and little time."""
     from methods.streaming.placement import calibrate
+    from tests.support import short_calibration
 
-    monkeypatch.setattr(calibrate, "REPEATED_SECONDS", 0.01)
-    monkeypatch.setattr(calibrate, "COPY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr(calibrate, "FILE_BYTES", 2 * calibrate.BLOCK_BYTES)
+    short_calibration.shorten(monkeypatch)
     measured = calibrate.measure_machine(SMALL, "cpu", tmp_path)
     rates = calibrate.rates_of(measured, SMALL, "cpu")
     computed = {"batch_size": 2, "seq_len": 32}

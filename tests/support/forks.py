@@ -36,12 +36,12 @@ def _on_cores(cores: set[int], function: Callable[..., Any], arguments: tuple[An
 def ask(module: str, arguments: Any) -> Any:
     """In place of harness.base.child_process.ask(): the module's answer, in a process that has torch already."""
     try:
-        return json.loads(call(_answer, module, json.dumps(arguments)).splitlines()[-1])
+        return json.loads(call(answer, module, json.dumps(arguments)).splitlines()[-1])
     except Exception as error:
         raise ValueError(f"{module} failed: {type(error).__name__}: {error}") from error
 
 
-def _answer(module: str, arguments: str) -> str:
+def answer(module: str, arguments: str) -> str:
     """Return what the module's main() prints."""
     sys.stdin, output = io.StringIO(arguments), io.StringIO()
     with contextlib.redirect_stdout(output):
