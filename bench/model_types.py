@@ -196,7 +196,7 @@ def sketched_here() -> Iterator[None]:
     code."""
     asked, folder = anatomy.ask, anatomy.SKETCHES
     with tempfile.TemporaryDirectory() as sketches:
-        anatomy.ask = lambda module, config: json.loads(json.dumps(sketch.answer(config)))
+        anatomy.ask = lambda module, question: json.loads(json.dumps(sketch.answer(**question)))
         anatomy.SKETCHES = Path(sketches)
         anatomy._sketched_anatomy.cache_clear()
         try:

@@ -38,7 +38,7 @@ INIT_STD = 0.02
 # folder with the kept answers of harness/plan/sketch.py and block_sketch.py
 SKETCHES = ROOT / ".venv" / "sketches"
 # format number of the cached files; raise it when the fields or the numbers of a sketch change
-SKETCH_FORMAT = 15
+SKETCH_FORMAT = 16
 # tokens of the sliding window of a model that is sketched for samples beyond its window
 SKETCHED_WINDOW = 8
 # most layers of a model that is sketched, because a config.json may ask for any number

@@ -90,7 +90,8 @@ REASONS = {
         "expected layers that hand one tensor to the next layer, got a loop over layers that needs more of them"
         " ({error} in {place}); " + OWN_SCRIPT
     ),
-    "starts": "expected vectors that start from one value, got {part}; " + OWN_SCRIPT,
+    "shared": "expected layers with tensors of their own, got {part}, which several layers share; "
+    + OWN_SCRIPT,
     "ends": (
         "expected an embedding and a head of {vocab_size} x {hidden_size} and tables of positions, got other matrices; "
         + OWN_SCRIPT

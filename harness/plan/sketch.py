@@ -80,6 +80,7 @@ SAME_SHARE = 1e-3  # a line that is higher than others by a smaller share is lef
 LEAST_FIXED = 2**16  # bytes; matrices whose gradients are smaller need no further line
 # A vector whose elements are at most this many standard deviations of matrices is drawn as matrices are.
 MOST_DEVIATIONS = 6.0
+DECAYS = "A_log"  # ends names of tensors with the logarithms of a recurrence's decays, vectors or matrices
 MOST_SAMPLE_TOKENS = 1024  # most tokens of one sample while activations are measured
 # Most bytes of private memory of a sketch's process, because a config.json may ask for any size. The sketch of Qwen3-8B
 # took 0.5 GiB.
@@ -92,6 +93,7 @@ def sketch(workload: Workload) -> dict[str, Any]:
     """Return the fields of an Anatomy. Raises RefusedModel if the harness cannot train this model in parts."""
     causal = without_values(workload)
     check_kind(causal)
+    check_shared(causal)
     whole = model.whole(workload)
     check_targets(workload, whole.layers)
     order = kinds_of(workload, whole.layers)
@@ -224,6 +226,14 @@ def check_kind(causal: Any) -> None:
     if assumed := hub_config.dropouts(config.to_dict()):
         field, value = next(iter(assumed.items()))
         raise RefusedModel("dropout", part=f"{field} {value}")
+
+
+def check_shared(causal: Any) -> None:
+    """Raise RefusedModel if several layers share a tensor, because a layer travels with its own tensors alone."""
+    own = {name for name, _ in causal.named_parameters()}
+    names = {name for name, _ in causal.named_parameters(remove_duplicate=False)} - own
+    if shared := [name for name in names if f".{list_name(causal.base_model)}." in name]:
+        raise RefusedModel("shared", part=min(shared))
 
 
 def ignored_names(causal: Any) -> list[str]:
@@ -365,14 +375,16 @@ def within(name: str, prefix: str) -> str:
 
 
 def start(name: str, weight: Tensor, whole: Any) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a tensor's starting values. Raises RefusedModel if the elements
-    of a vector start from different values that transformers does not draw as those of matrices."""
+    """Return the mean and the standard deviation of a tensor's starting values. A vector whose elements transformers
+    draws otherwise than those of matrices, such as the logarithms of a recurrence's decays, has those of its elements
+    here."""
     drawn = 0.0, float(getattr(whole.config, "initializer_range", 0.02))
     first = float(weight.detach().flatten()[0])
     if torch.equal(weight, torch.full_like(weight, first)):
         return first, 0.0
-    if weight.ndim == 1 and float(weight.detach().abs().max()) > MOST_DEVIATIONS * drawn[1]:
-        raise RefusedModel("starts", part=name)
+    is_otherwise = float(weight.detach().abs().max()) > MOST_DEVIATIONS * drawn[1]
+    if is_otherwise and (weight.ndim == 1 or name.endswith(DECAYS)):
+        return float(weight.detach().mean()), float(weight.detach().std())
     return drawn
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench import model_types
 from harness.core import hub_config
 from harness.core.job import GIB, Job, Room, Workload
 from harness.core.method import create
@@ -70,6 +71,17 @@ WINDOWS: dict[str, dict[str, Any]] = {
     **{family: {"sliding_window": 8} for family in ("gemma3", "gemma2", "gpt_oss", "mistral")},
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
 }
+# For each type with layers of attention between layers of a recurrence: the changes of its tiny configuration.
+ALTERNATING = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "qwen3_5_text": ALTERNATING,
+    "qwen3_next": ALTERNATING
+    | FEW_EXPERTS
+    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "jamba": FEW_EXPERTS | {"attn_layer_period": 3, "attn_layer_offset": 1},
+}
 QUICK = "qwen3_moe"
 FAMILIES = [QUICK, *(pytest.param(name, marks=pytest.mark.heavy) for name in MIXED if name != QUICK)]
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -111,6 +123,21 @@ def test_kinds_of_layers_and_parameters_are_those_of_transformers(name: str) -> 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_unequal_layers_have_the_bits_of_resident(name: str, dtype: str) -> None:
     workload = unequal(name, dtype=dtype)
+    resident = train_resident(workload, STEPS)
+    for method, options in METHODS:
+        assert difference(train(method, workload, STEPS, **options), resident) == "", (method, options)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_layers_of_attention_and_of_recurrences_have_the_bits_of_resident(kind: str, dtype: str) -> None:
+    config = json.loads(str(model_types.tiny(kind))) | {"num_hidden_layers": 3} | HYBRIDS[kind]
+    config = hub_config.checked_config(config, kind)
+    sizes = {**hub_config.sizes_of(config), "seq_len": 16, "batch_size": 2, "learning_rate": 1.0}
+    workload = Workload(**sizes, model=kind, config=hub_config.text_of(config), dtype=dtype)
+    assert workload.anatomy.order == (0, 1, 0)
+    assert workload.num_params == sum(weight.numel() for weight in whole_model(workload).parameters())
     resident = train_resident(workload, STEPS)
     for method, options in METHODS:
         assert difference(train(method, workload, STEPS, **options), resident) == "", (method, options)

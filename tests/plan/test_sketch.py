@@ -41,7 +41,6 @@ EXPECTED = {
     "falcon_h1": "buffers",
     "mllama": "ends",
     "opt": "no-layers",
-    "zamba2": "starts",
     "gemma4": "before-layers",
     "openai-gpt": "no-norm",
     "glm_moe_dsa": "outputs",
@@ -176,7 +175,7 @@ def test_the_narrow_model_turns_whole_pairs_of_a_heads_columns(share: float, tmp
     assert reason(tmp_path, config) == ""
 
 
-@pytest.mark.parametrize(("inner", "code"), [(64, "starts"), (2**18, "narrow")])
+@pytest.mark.parametrize(("inner", "code"), [(64, "outputs"), (2**18, "narrow")])
 def test_a_model_that_cannot_be_narrowed_is_compared_at_its_own_width_or_refused_for_ours(
     inner: int, code: str, tmp_path: Path
 ) -> None:
@@ -188,7 +187,7 @@ def test_a_model_that_cannot_be_narrowed_is_compared_at_its_own_width_or_refused
 def test_a_model_is_sketched_with_all_that_it_has_for_each_layer(tmp_path: Path) -> None:
     config = json.loads(model_types.tiny("zamba2"))
     config |= {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2}
-    assert reason(tmp_path, config, "-l", "2") == "starts"
+    assert reason(tmp_path, config, "-l", "2") == "shared"
 
 
 def test_one_sketch_serves_every_number_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
