@@ -230,8 +230,8 @@ def check_kind(causal: Any) -> None:
 
 def check_shared(causal: Any) -> None:
     """Raise RefusedModel if several layers share a tensor, because a layer travels with its own tensors alone."""
-    own = {name for name, _ in causal.named_parameters()}
-    names = {name for name, _ in causal.named_parameters(remove_duplicate=False)} - own
+    unshared = {name for name, _ in causal.named_parameters()}
+    names = {name for name, _ in causal.named_parameters(remove_duplicate=False)} - unshared
     if shared := [name for name in names if f".{list_name(causal.base_model)}." in name]:
         raise RefusedModel("shared", part=min(shared))
 
