@@ -59,6 +59,7 @@ def of_dtypes(name: str) -> list[Any]:
 @pytest.mark.parametrize(("method", "options"), [*WAYS, FSDP2], ids=str)
 @pytest.mark.parametrize(("name", "dtype"), [pair for name in SIZES for pair in of_dtypes(name)])
 @pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.cover(2)
 def test_adapters_are_trained_to_the_reference_s_bits_and_the_base_stays(
     name: str, dtype: str, micro_batches: int, method: str, options: dict[str, Any]
 ) -> None:
@@ -213,6 +214,7 @@ def test_a_method_that_trains_no_adapters_names_those_that_do() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("method", "options"), [("resident", {}), *WAYS], ids=str)
 @pytest.mark.parametrize("family", [None, "qwen3"], ids=str)
+@pytest.mark.cover(2)
 def test_a_plan_is_what_the_training_takes_on_sim(
     family: str | None, method: str, options: dict[str, Any], dtype: str
 ) -> None:
