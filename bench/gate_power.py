@@ -8,8 +8,10 @@ Honest runs train in the same way, but round differently: other numbers of threa
 attention and loops of AdamW, and every method that is exact by design and runs on this machine. The gate judges each
 run three times: with its tolerances for a CPU, with its tolerances for CUDA and, if the method promises the
 reference's bits, by bits. This takes some minutes on two cores. `--with` tries the gate at other sizes than the sizes
-by which the gate's limits were chosen. `--model` tries the gate on a model with a config.json; the faults are then
-those of bench/convention_faults.py, and those of _step_faults.py that the model can have.
+by which the gate's limits were chosen. With `--with 'lora="8"'` adapters alone are trained; the faults are then those
+of bench/adapter_faults.py, and those of _step_faults.py that adapters can have. `--model` tries the gate on a model
+with a config.json; the faults are then those of bench/convention_faults.py, and those of _step_faults.py that the model
+can have.
 
     .venv/bin/python -m bench.gate_power [--out FILE] [--with seq_len=256 --with batch_size=1]
 
@@ -33,7 +35,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from bench import convention_faults
+from bench import adapter_faults, convention_faults
 from harness.base import fork_server
 from harness.base.whole_file import write_whole
 from harness.core import method
@@ -136,6 +138,18 @@ RIGHT: dict[str, set[str]] = {
 }
 
 
+# Faults of what a training of adapters leaves as it is: the base, and its masters.
+OF_BASE = (
+    "biases never updated",
+    "norms never updated",
+    "decay on norms and biases",
+    "norm counts the embedding twice",
+    "tied gradient from the head only",
+    "tied gradient from the look-up only",
+    "no fp32 master",
+)
+
+
 class PowerCase(NamedTuple):
     """A training to judge: a method with options, in a dtype. An honest run has an empty `fault`."""
 
@@ -210,6 +224,8 @@ def path_cases(
 ) -> list[PowerCase]:
     """Return a case for each fault in the path of this dtype alone: those of parts of a tensor and of single steps, in
     bf16 those of its own, and in half precision all others."""
+    if size.lora:  # adapters are fp32, so they have no path of one dtype
+        return []
     method.load("planted", FOLDERS)
     from methods import _bf16_faults, _path_faults  # type: ignore[attr-defined]
 
@@ -239,6 +255,8 @@ def path_cases(
 
 def faults_of(size: Workload) -> list[str]:
     """Return the faults that a model of this size can have."""
+    if size.lora:
+        return [fault for fault in RIGHT if fault not in OF_BASE] + [*adapter_faults.FAULTS]
     anatomy = size.anatomy
     is_tied = not anatomy.embedding.keys().isdisjoint(anatomy.head)
     lacking = {
@@ -269,6 +287,7 @@ def honest_cases(
         for case in found
         if (dtype != "fp16" or loaded[case.method].scales_loss)
         and (size.config is None or loaded[case.method].takes_config)
+        and (size.lora is None or loaded[case.method].takes_lora)
     ]
 
 
@@ -418,7 +437,7 @@ def train_all(jobs: Iterable[Job], cores: int) -> dict[str, Record]:
     "changes",
     multiple=True,
     metavar="NAME=NUMBER",
-    help="Set a field of the workload, such as seq_len=256.",
+    help="Set a field of the workload, such as seq_len=256, or lora='\"8\"' for adapters.",
 )
 @click.option(
     "--seeds",
