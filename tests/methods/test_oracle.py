@@ -26,13 +26,17 @@ from harness.core.data import batches, token_batches
 from harness.core.job import Workload
 from harness.models.model import build
 from tests.support import oracle, packages
-from tests.support.configured import FAMILIES, OTHERS, config_of, configured, in_parts
+from tests.support.configured import FAMILIES, MIXTURES, OTHERS, config_of, configured, in_parts
 from tests.support.training import train
 
 STEPS = 10
 TOLERANCE = 1e-5  # in fp32
 QUICK = (*FAMILIES, "gemma3", "gpt2")
-OWN = {"gemma2": "eager"}  # the attention that transformers chooses, and the only one; elsewhere it is sdpa
+ALL = (*FAMILIES, *OTHERS, *MIXTURES)
+OWN = {
+    "gemma2": "eager",
+    "gpt_oss": "eager",
+}  # the attention that transformers chooses, and the only one; elsewhere it is sdpa
 # GPT-NeoX's, with the keys' bias, whose gradient is mostly rounding
 FUSED_BIAS = "attention.query_key_value.bias"
 Told = dict[str, Tensor]
@@ -41,7 +45,7 @@ Told = dict[str, Tensor]
 def _cases(*attentions: str) -> list[Any]:
     return [
         pytest.param(family, attention, marks=[pytest.mark.heavy] * (family not in QUICK))
-        for family in (*FAMILIES, *OTHERS)
+        for family in ALL
         for attention in (attentions if family not in OWN else (OWN[family],))
     ]
 
@@ -54,7 +58,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def find(family: str) -> Path:
-        families = [each for each in (*FAMILIES, *OTHERS) if (each in QUICK) == (family in QUICK)]
+        families = [each for each in ALL if (each in QUICK) == (family in QUICK)]
         folder = base / f"oracle-{families[0]}"
         with packages.locked(base / "oracle.lock"):
             if not (folder / "modules.json").exists():

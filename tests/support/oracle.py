@@ -46,7 +46,11 @@ def trained(folder: Path, dtype: str, attention: str, batches: Iterable[Tensor])
 
     def load(dtype: torch.dtype) -> Any:
         words = {"dtype": dtype, "attn_implementation": attention}
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, **words)  # without dropout
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **words)  # without dropout
+        for weight in model.parameters():
+            # kernels of products round by the alignment of a matrix, which a mapped file does not keep
+            weight.data = weight.data.clone()
+        return model
 
     model = load(DTYPES[dtype])
     weights, masters = (dict(each.named_parameters()) for each in (model, load(torch.float32)))
@@ -85,7 +89,8 @@ def main() -> None:
     for family, config in order["configs"].items():
         folder = Path(order["folder"]) / family
         model = started(config)
-        model.save_pretrained(folder / "weights")
+        # a mixture keeps the matrices of all experts joined, as the model has them
+        model.save_pretrained(folder / "weights", save_original_format=False)
         for attention in ("eager", "sdpa") if model._supports_sdpa else ("eager",):
             for dtype in DTYPES:
                 found = trained(folder / "weights", dtype, attention, batches)
