@@ -100,12 +100,19 @@ def test_deepspeed_listens_on_this_machine_alone() -> None:
 
 
 @pytest.mark.heavy
-def test_a_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_compiles_nothing_and_starts_no_program_to_count_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another compiler would make ninja compile anew; one that cannot compile would end the run."""
     job = Job("zero-offload", SMALL, {"adam": "deepspeed"}, steps=4, warmup=1)
     prepare(job, tmp_path, (), lambda event: None)  # builds the kernel where it is missing
+    program, started = tmp_path / "numactl", tmp_path / "started"
+    program.write_text(f"#!/bin/sh\ntouch {started}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CXX", "/bin/false")
     record = Sweep(tmp_path).run([resolve(job)])[0]
+    assert not started.exists()
     assert record.gate.passed, record.reason
     assert record.description["optimizer"] == "DeepSpeedCPUAdam"
 
@@ -276,16 +283,6 @@ def test_a_rank_plans_its_part_of_what_zero_shards() -> None:
 
 
 @pytest.mark.heavy
-def test_a_run_starts_no_program_to_count_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program, started = tmp_path / "numactl", tmp_path / "started"
-    program.write_text(f"#!/bin/sh\ntouch {started}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert run(tmp_path, "zero-infinity", SMALL).gate.passed
-    assert not started.exists()
-
-
-@pytest.mark.heavy
 @pytest.mark.parametrize("workload", [LARGE, configured("llama")], ids=["gpt", "llama"])
 def test_the_gate_catches_zenflows_start(workload: Workload, shared_results: Path, forked: None) -> None:
     assert run(shared_results, "zenflow", workload).gate.reason == "forward"
@@ -297,7 +294,6 @@ def test_the_gate_catches_the_wrong_gradients_of_nvme_without_reentrant_recomput
 ) -> None:
     wrong = run(shared_results, "zero-infinity-nvme", LARGE, reentrant=False)
     assert wrong.gate.verdict == "failed", wrong.gate.text
-    assert run(shared_results, "zero-infinity-nvme", LARGE).gate.passed
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +315,7 @@ def on_disk(shared_results: Path, libaio: None) -> tuple[Record, set[str], list[
 @pytest.mark.heavy
 def test_nvme_holds_the_model_in_files_meanwhile_and_leaves_none(on_disk: tuple) -> None:
     record, seen, left = on_disk
-    assert record.status == "ok", record.reason
+    assert record.gate.passed, record.gate.text
     assert any("exp_avg" in name for name in seen) and len(seen) > 10
     assert left == []
 
