@@ -18,12 +18,9 @@ from harness.gate.verdict import judge, with_probe
 from tests.support.configured import configured
 from tests.support.tiny import TINY
 
-# a floor of roundings for each further pair takes seconds
+# each dtype and each model once: a floor of roundings for each further pair takes seconds
 PAIRS = [("GPT", "fp32")]
-PAIRS += [
-    pytest.param(*pair, marks=pytest.mark.heavy)
-    for pair in [("GPT", "bf16"), ("GPT", "fp16"), ("qwen3", "bf16")]
-]
+PAIRS += [pytest.param(*pair, marks=pytest.mark.heavy) for pair in [("GPT", "fp16"), ("qwen3", "bf16")]]
 SIZES = {
     "GPT": dataclasses.replace(TINY, num_layers=4, lora="8"),
     "qwen3": dataclasses.replace(configured("qwen3"), num_layers=4, lora="8"),
