@@ -22,18 +22,8 @@ from harness.core import hub_config
 from harness.core.job import Workload
 from harness.models import model, token_blocks
 from harness.models.gpt import DTYPES
-from harness.plan.sketch import (
-    GRADIENT_TOLERANCE,
-    MOST_BYTES,
-    SAMPLES,
-    TOKENS,
-    count_unused,
-    is_plain,
-    narrow,
-    num_shown,
-    peak,
-    sample_tokens,
-)
+from harness.plan.layer_memory import TOKENS, is_plain, peak, sample_tokens
+from harness.plan.sketch import GRADIENT_TOLERANCE, MOST_BYTES, SAMPLES, count_unused, narrow, num_shown
 
 # tokens of each block in the narrow layer; TOKENS is no multiple of PROVED, so the last block is shorter
 PROVED = 5
