@@ -358,8 +358,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the file and line that raised an error."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Return the file and line that raised an error: the last in the code of a type of models, or the last of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_types = [
+        frame for frame in frames if Path(frame.filename).name.startswith(("modeling_", "configuration_"))
+    ]
+    frame = (of_types or frames)[-1]
     return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
