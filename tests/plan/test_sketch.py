@@ -16,7 +16,6 @@ from harness.core import anatomy, hub_config
 from harness.core.job import Workload
 from harness.core.refusals import REASONS
 from harness.models import named_models
-from harness.plan import sketch
 from tests.support import cli
 from tests.support.configured import config_of
 
@@ -53,15 +52,9 @@ PLACES = {code: re.sub(r"\\\{\w+\\\}", ".+", re.escape(sentence)) for code, sent
 
 
 @pytest.fixture(autouse=True)
-def sketched_in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Without a process and a file for each model."""
-    monkeypatch.setattr(anatomy, "SKETCHES", tmp_path / "sketches")
-    monkeypatch.setattr(
-        anatomy, "ask", lambda module, question: json.loads(json.dumps(sketch.answer(**question)))
-    )
-    anatomy._sketched_anatomy.cache_clear()
-    yield
-    anatomy._sketched_anatomy.cache_clear()
+def sketched_in_this_process() -> Iterator[None]:
+    with model_types.sketched_here():
+        yield
 
 
 def reason(folder: Path, config: str | dict[str, Any], *arguments: str) -> str:
@@ -81,6 +74,25 @@ def reason(folder: Path, config: str | dict[str, Any], *arguments: str) -> str:
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_a_type_of_transformers_is_planned_or_refused_by_a_reason(kind: str, tmp_path: Path) -> None:
     assert reason(tmp_path, str(model_types.tiny(kind))) == EXPECTED[kind]
+
+
+def test_the_page_of_types_has_a_row_for_each_type_and_reasons_of_ours() -> None:
+    page = model_types.PAGE.read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert [kind.strip("`") for kind, *_ in rows] == [*model_types.TYPES]
+    reasons = {model_types.NO_DEFAULTS, *map(model_types.short, REASONS.values())}
+    patterns = [re.sub(r"\\\{\w+\\\}", ".+", re.escape(reason)) for reason in reasons]
+    for kind, result, *why in rows:
+        assert (result, len(why)) in [("trained", 0), ("refused", 1)], kind
+        assert all(any(re.fullmatch(pattern, text) for pattern in patterns) for text in why), kind
+    assert transformers.__version__ in page
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", model_types.TYPES)
+def test_a_row_of_the_page_says_what_becomes_of_its_type(kind: str) -> None:
+    (line,) = [line for line in model_types.PAGE.read_text().splitlines() if line.startswith(f"| `{kind}` |")]
+    assert str(model_types.row(kind)) == line, "python -m bench.model_types > docs/model-types.md"
 
 
 SIZE_FIELDS = [*hub_config.FIELD_OF_SIZE.values()]
