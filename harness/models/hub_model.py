@@ -279,6 +279,11 @@ def memoryless_model(text: str, dtype: torch.dtype) -> Any:
     memory. Raises RefusedModel if the model cannot be trained here."""
     with torch.device("meta"):
         causal = transformers_model(json.loads(text), dtype)
+    for module in causal.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is not None and not weight.is_meta:
+                # DiffLlama draws vectors by torch.normal, which gives them memory although torch.device says meta
+                setattr(module, name, nn.Parameter(weight.to("meta")))
     _compute_buffers(causal)
     if getattr(causal.config, "tie_word_embeddings", False):
         causal.tie_weights()

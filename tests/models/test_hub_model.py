@@ -15,12 +15,13 @@ import pytest
 import torch
 import transformers
 
+from bench import model_types
 from harness.core import anatomy, hub_config
 from harness.core.data import token_batches
 from harness.core.job import Workload
 from harness.core.refusals import RefusedModel
 from harness.models import named_models
-from harness.models.model import build
+from harness.models.model import build, new_layer
 from tests.support import cli, forks
 from tests.support.configured import FAMILIES, config_of, configured, in_parts
 
@@ -103,6 +104,13 @@ def test_anatomy_is_that_of_the_module(family: str) -> None:
     matrices = 3 * size * inner + 2 * size * 4 * head + 2 * size * 2 * head
     (kind,) = anatomy.kinds
     assert (kind.token_flops, kind.pair_flops) == (2 * matrices, 2 * 4 * head)
+
+
+def test_no_weight_of_a_layer_has_memory_though_its_type_draws_vectors_by_torch_normal() -> None:
+    """Such a weight was in no slot: its gradient was lost by l2l and stronghold."""
+    text = str(model_types.tiny("diffllama"))
+    workload = Workload(**hub_config.sizes_of(json.loads(text)), seq_len=16, config=text)
+    assert [name for name, weight in new_layer(workload, 0).named_parameters() if not weight.is_meta] == []
 
 
 def test_gpt2_is_counted_with_its_learned_positions_once() -> None:
