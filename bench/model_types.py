@@ -67,6 +67,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "reformer": {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
     "xlnet": {"d_head": HIDDEN // HEADS},
+    "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 8},
 }
 STEPS, TOKENS = 3, 16
 NO_DEFAULTS = "transformers makes no configuration of its own defaults"
