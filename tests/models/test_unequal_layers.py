@@ -173,6 +173,15 @@ def test_bytes_on_the_host_are_exact() -> None:
     assert plan.moved_bytes == 4 * (3 * second + 2 * third)
 
 
+def test_with_adapters_weights_come_in_once_for_a_layer_that_is_in_a_slot_at_a_turn() -> None:
+    """In a window of one the top layer stays between both passes, and the lowest between two steps."""
+    workload = unequal(QUICK, lora="4")
+    plan = create("stronghold", {"placement": "R1W2", "window_size": 1}).plan(workload, Room())
+    second, third = workload.layer_numels[1:]
+    assert second != third
+    assert plan.moved_bytes == 4 * (second + third)
+
+
 def test_a_slot_is_as_large_as_the_largest_layer_that_passes_through_it() -> None:
     dense, sparse, _ = unequal(QUICK).layer_numels
     assert dense < sparse

@@ -387,9 +387,6 @@ class PlacedLayers:
         gradient_bytes = 0
         if self.clipping is not None:
             gradient_bytes = weight_bytes * (2 if self.clipping == "deferred" else 1)
-        if is_adapted(self.workload):
-            # no gradient goes home, and a step finds its first layers in the slots
-            return 2 * weight_bytes * (self.at_home("WD") - self.at_home("WD", self.num_windowed_slots))
         num_copied = 2 * self.at_home("P") + 3 * self.at_home("WD") + 2 * sum(self.hosted_ends)
         num_copied -= self.at_home("WD", self.num_windowed_slots) + self.at_home("S", self.num_streamed_slots)
         num_copied -= self._num_spared()
@@ -400,6 +397,8 @@ class PlacedLayers:
         """Return the elements that a step does not copy because layers are frozen. No gradient of these goes home.
         Their weights stay as they are on the device: parked ones, and those in slots when a step ends, which the next
         step needs first."""
+        if is_adapted(self.workload):
+            return self.at_home("WD") + self._lowest_in_window
         if not isinstance(self.workload, UserSizes) or not any(self.workload.are_frozen):
             return 0
         window, _ = rings(self.kinds, self.window_size)
@@ -408,6 +407,12 @@ class PlacedLayers:
         frozen_layers = (index for index, is_frozen in enumerate(self.workload.are_frozen) if is_frozen)
         return sum(spared_copies.get(index, 0) * self.numels[index] for index in frozen_layers)
 
+    @property
+    def _lowest_in_window(self) -> int:
+        """The elements of the layers that are in the window's slots when a step ends."""
+        num_above = self.num_windowed_layers - self.num_windowed_slots
+        return self.at_home("WD") - self.at_home("WD", num_above)
+
     def _exchanged_bytes(self) -> dict[str, float]:
         """Return the bytes that a rank sends. Ranks gather a layer when it is fetched, and sum its gradient in parts.
         Gradients of resident layers, ends and adapters are summed whole."""
@@ -415,7 +420,8 @@ class PlacedLayers:
         hosted_bytes = weight_bytes * self.num_ranks * self.at_home("WD")
         kept_bytes = weight_bytes * self.num_ranks * self.at_home("WD", self.num_windowed_slots)
         if is_adapted(self.workload):
-            gathered_bytes, summed_in_parts = 2 * (hosted_bytes - kept_bytes), 0
+            kept_bytes += weight_bytes * self.num_ranks * self._lowest_in_window
+            gathered_bytes, summed_in_parts = 2 * hosted_bytes - kept_bytes, 0
             summed_whole = 4 * self.workload.num_trained
         else:
             gathered_bytes, summed_in_parts = 2 * hosted_bytes - kept_bytes, hosted_bytes
