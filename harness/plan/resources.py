@@ -130,7 +130,7 @@ def predict_step(
         return Forecast(plan.step_seconds, plan.binds)
     workload = replace(workload, batch_size=workload.batch_size // num_ranks)
     rates = rank_rates(rates, num_ranks)
-    num_updated = workload.num_params if num_ranks == 1 else _params_updated_by_rank(workload, plan)
+    num_updated = workload.num_trained if num_ranks == 1 else _params_updated_by_rank(workload, plan)
     num_updated_on_host = min(num_updated, _params_updated_on_host(workload, plan, MOMENT_BYTES))
     exchanges = {kind: exchange_seconds(size, rates) for kind, size in plan.exchanged.items()}
     seconds_by_part = {
@@ -183,11 +183,11 @@ def _params_updated_on_host(workload: Workload, plan: Plan, state_bytes_per_para
     """Return the number of parameters that the host updates. This number is the bytes of optimizer state in host memory
     and on the disk, divided by `state_bytes_per_param`."""
     state_bytes = plan.host.get("optimizer", 0) + plan.disk.get("optimizer", 0)
-    return min(workload.num_params, state_bytes / state_bytes_per_param) if plan.updates_on_host else 0.0
+    return min(workload.num_trained, state_bytes / state_bytes_per_param) if plan.updates_on_host else 0.0
 
 
 def _params_updated_by_rank(workload: Workload, plan: Plan) -> float:
     """Return the number of parameters that one rank updates: as many as the rank's plan holds optimizer states for, and
-    at most all parameters of the model."""
+    at most all that are trained."""
     state_bytes = sum(memory.get("optimizer", 0) for memory in (plan.device, plan.host, plan.disk))
-    return min(workload.num_params, state_bytes / MOMENT_BYTES)
+    return min(workload.num_trained, state_bytes / MOMENT_BYTES)

@@ -18,6 +18,8 @@ from harness.core.method import check, create
 from harness.devices.memory_account import Tracker
 from harness.models import model
 from harness.models.gpt import initial
+from harness.plan.resources import predict_step
+from tests.plan.test_exchanges import RATES
 from tests.support.configured import config_of, configured
 from tests.support.training import TrainingResult, tiny, train, train_resident
 
@@ -143,6 +145,15 @@ def test_parameters_and_operations_are_counted_as_by_hand() -> None:
     of_token = 2 * (2 + 1) * matrices + 2 * 4 * of_layer
     attention = 4 * 2 * size * load.seq_len
     assert load.flops_per_step == tokens * (3 * (of_token + attention) + 4 * size * load.vocab_size)
+
+
+def test_a_forecast_counts_the_updates_of_adapters_alone() -> None:
+    """In fp32 an update touches 28 bytes of the device's memory for each parameter: gradient and state are read, the
+    state is written. All else takes no time at these rates."""
+    rates = dataclasses.replace(RATES, device_bytes_per_second=1e3)
+    resident = create("resident", {})
+    forecast = predict_step(resident, SIZES["GPT"], resident.plan(SIZES["GPT"], Room()), rates)
+    assert forecast.seconds == pytest.approx(28 * SIZES["GPT"].num_trained / 1e3, rel=1e-2)
 
 
 def test_alpha_is_twice_the_rank_unless_it_is_given() -> None:
