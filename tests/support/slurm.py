@@ -48,6 +48,7 @@ JobAcctGatherType=jobacct_gather/none
 {accounting}
 ReturnToService=2
 KillWait=20
+UnkillableStepTimeout=600
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMemory=4096
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=4096
 PartitionName=tests Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP

@@ -326,7 +326,12 @@ def choose_counts(
             counts = dict.fromkeys(kinds, 0) | near_counts
             plan = plan_of(costs.workload, counts)
             if plan.shortfall(room) is None:
-                weighed = weighed_counts(costs.workload, arrange_kinds(counts, costs.clipping), counts)
+                weighed: Counts = counts
+                if (
+                    costs.workload.layer_numels
+                ):  # only then the order of kinds counts, which takes time to arrange
+                    kinds_of_layers = arrange_kinds(counts, costs.clipping)
+                    weighed = weighed_counts(costs.workload, kinds_of_layers, counts)
                 seconds = forecast(rows, weighed).seconds
                 candidates[tuple(counts.values())] = (seconds, plan.moved_bytes + 2 * plan.disk_bytes)
     if not candidates:
